@@ -21,6 +21,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "formats/lfs_pointer.h"
 #include "formats/safetensors.h"
 
 namespace logitd::client {
@@ -60,6 +61,8 @@ absl::StatusOr<std::shared_ptr<const Mapping>> Map(const std::string& path) {
     } else {
       mapping->data = data;
       mapping->size = info.st_size;
+      const absl::string_view bytes = mapping->bytes();
+      status = formats::CheckNoLfsPointer(path, {bytes.data(), bytes.size()});
     }
   }
   close(fd);

@@ -28,8 +28,14 @@ using JsonFields = std::map<std::pair<std::string, std::string>, JsonValue>;
 
 // Returns the members for which `wanted` is true: those of the outermost object, and those of the
 // objects inside it whose key is not empty. Where a key is there twice, the last one counts.
-// INVALID_ARGUMENT with `path`: the text is not one JSON object. For any text, time is in
-// proportion to its length, and memory to the wanted members and the longest string. Thread-safe.
+//
+// Numbers are also those that Python's json module writes and JSON does not have: NaN, Infinity,
+// -Infinity, and any number of digits. transformers 5 writes the first three as an object, such as
+// {"__float__": "NaN"}, which is a double here. A number beyond a double is an infinity.
+//
+// INVALID_ARGUMENT with `path`: the text is not one JSON object; for a syntax error, the line
+// and column of the last character that was read, from 1. For any text, time is in proportion to
+// its length, and memory to its length and the wanted members. Thread-safe.
 absl::StatusOr<JsonFields> ReadJsonFields(
     std::string_view path, std::string_view text,
     absl::FunctionRef<bool(std::string_view object, std::string_view key)> wanted);

@@ -328,6 +328,11 @@ std::string Table(const HeadsOutput& output) {
                           client::DTypeShortName(head.dtype()), head.vocab(), head.hidden(),
                           Bytes(head.device_bytes()), Extras(head), head.tensor(), head.path());
   }
+  for (const v1::Head& head : output.heads) {
+    for (const std::string& warning : head.warnings()) {
+      absl::StrAppendFormat(&out, "warning: head %s: %s\n", head.name(), warning);
+    }
+  }
   return out;
 }
 

@@ -1,7 +1,9 @@
 #include "server/engine/data_file.h"
 
 #include <fcntl.h>
+#include <linux/openat2.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,8 +13,10 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "formats/lfs_pointer.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::engine {
@@ -26,16 +30,63 @@ absl::Status SystemError(const std::string& path, int error) {
   return absl::UnavailableError(text);
 }
 
+absl::Status LeavesRoot(const std::string& given) {
+  constexpr size_t kMaxShown = 1024;
+  return absl::PermissionDeniedError(absl::StrFormat(
+      "path: got \"%s\", allowed a path that stays in the server's --head-root, also through links",
+      given.substr(0, kMaxShown)));
+}
+
 absl::Status CheckPrefix(const std::filesystem::path& path, const std::string& root,
                          const std::string& given) {
-  constexpr size_t kMaxShown = 1024;
   const std::filesystem::path prefix = root;
   if (std::mismatch(prefix.begin(), prefix.end(), path.begin(), path.end()).first == prefix.end()) {
     return absl::OkStatus();
   }
-  return absl::PermissionDeniedError(absl::StrFormat(
-      "path: got \"%s\", allowed a path that stays in the server's --head-root, also through links",
-      given.substr(0, kMaxShown)));
+  return LeavesRoot(given);
+}
+
+// Opens `path`, which has no "..", below the folder `root`, and follows no link. -1 with errno.
+int OpenBeneath(int root, const std::filesystem::path& path, int flags) {
+  open_how how = {};
+  how.flags = static_cast<uint64_t>(flags);
+  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
+  const auto opened = static_cast<int>(syscall(SYS_openat2, root, path.c_str(), &how, sizeof(how)));
+  if (opened >= 0 || (errno != ENOSYS && errno != EPERM)) return opened;
+  // Linux before 5.6 has no openat2, and some sandboxes forbid it. Part by part, the same is true.
+  int fd = openat(root, ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
+  for (auto part = path.begin(); fd >= 0 && part != path.end(); ++part) {
+    const bool last = std::next(part) == path.end();
+    const int next =
+        openat(fd, part->c_str(), O_NOFOLLOW | (last ? flags : O_PATH | O_DIRECTORY | O_CLOEXEC));
+    const int error = errno;
+    close(fd);
+    errno = error;
+    fd = next;
+  }
+  return fd;
+}
+
+absl::StatusOr<int> OpenIn(const std::string& root, const std::string& path, int flags) {
+  namespace fs = std::filesystem;
+  flags |= O_CLOEXEC;
+  if (root.empty()) {
+    const int fd = open(path.c_str(), flags);
+    return fd >= 0 ? absl::StatusOr<int>(fd) : SystemError(path, errno);
+  }
+  LOGITD_RETURN_IF_ERROR(CheckInRoot(root, path));
+  std::error_code error;
+  const fs::path real = fs::canonical(fs::path(root) / path, error);
+  if (error) return SystemError(path, error.value());
+  LOGITD_RETURN_IF_ERROR(CheckPrefix(real, root, path));
+  const int folder = open(root.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return SystemError(path, errno);
+  const absl::Cleanup close_folder = [&] { close(folder); };
+  const int fd = OpenBeneath(folder, real.lexically_relative(root), flags);
+  if (fd >= 0) return fd;
+  // `real` had no link, so a part of it has become one.
+  if (errno == ELOOP || errno == ENOTDIR || errno == EXDEV) return LeavesRoot(path);
+  return SystemError(path, errno);
 }
 
 }  // namespace
@@ -48,35 +99,33 @@ absl::Status CheckInRoot(const std::string& root, const std::string& path) {
   return CheckPrefix((std::filesystem::path(root) / path).lexically_normal(), root, path);
 }
 
-absl::StatusOr<std::string> Locate(const std::string& root, const std::string& path) {
-  if (root.empty()) return path;
-  LOGITD_RETURN_IF_ERROR(CheckInRoot(root, path));
-  std::error_code error;
-  const std::filesystem::path real =
-      std::filesystem::canonical(std::filesystem::path(root) / path, error);
-  if (error) return SystemError(path, error.value());
-  LOGITD_RETURN_IF_ERROR(CheckPrefix(real, root, path));
-  return real.string();
+absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path) {
+  const absl::StatusOr<int> fd = OpenIn(root, path, O_PATH);
+  if (absl::IsNotFound(fd.status())) return PathKind::kNone;
+  if (!fd.ok()) return fd.status();
+  const absl::Cleanup close_fd = [&] { close(*fd); };
+  struct stat info;
+  if (fstat(*fd, &info) != 0) return SystemError(path, errno);
+  return S_ISDIR(info.st_mode) ? PathKind::kFolder : PathKind::kOther;
 }
 
 absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& root,
                                                                const std::string& path) {
-  const absl::StatusOr<std::string> located = Locate(root, path);
-  if (!located.ok()) return located.status();
   // Non-blocking: the path may be a pipe, whose open would wait for its other end.
-  const int fd = open(located->c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return SystemError(path, errno);
+  const absl::StatusOr<int> fd = OpenIn(root, path, O_RDONLY | O_NONBLOCK);
+  if (!fd.ok()) return fd.status();
+  absl::Cleanup close_fd = [&] { close(*fd); };
   struct stat info;
-  if (fstat(fd, &info) != 0) {
-    const int error = errno;
-    close(fd);
-    return SystemError(path, error);
+  if (fstat(*fd, &info) != 0) return SystemError(path, errno);
+  if (!S_ISREG(info.st_mode)) return FileError(path, "not a regular file");
+  std::shared_ptr<const DataFile> file(new DataFile(path, *fd, info.st_size));
+  std::move(close_fd).Cancel();
+  if (file->bytes() < formats::kMaxLfsPointer) {
+    std::string text(static_cast<size_t>(file->bytes()), '\0');
+    LOGITD_RETURN_IF_ERROR(file->Read(0, text.size(), text.data()));
+    LOGITD_RETURN_IF_ERROR(formats::CheckNoLfsPointer(path, text));
   }
-  if (!S_ISREG(info.st_mode)) {
-    close(fd);
-    return FileError(path, "not a regular file");
-  }
-  return std::shared_ptr<const DataFile>(new DataFile(path, fd, info.st_size));
+  return file;
 }
 
 DataFile::DataFile(std::string path, int fd, int64_t bytes)

@@ -23,8 +23,10 @@ absl::Status FileError(std::string_view path, std::string_view what);
 // links are checked when it is opened.
 absl::Status CheckInRoot(const std::string& root, const std::string& path);
 
-// The place of an existing `path`, with its links resolved if there is a root. Errors as Open.
-absl::StatusOr<std::string> Locate(const std::string& root, const std::string& path);
+enum class PathKind { kNone, kFolder, kOther };
+
+// What is at `path`. Errors as Open, without NOT_FOUND.
+absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path);
 
 // A regular file. Thread-safe.
 //
@@ -32,8 +34,11 @@ absl::StatusOr<std::string> Locate(const std::string& root, const std::string& p
 // SIGBUS. A failed read only fails that load.
 class DataFile {
  public:
-  // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, or not a path; UNAVAILABLE:
-  // any other error.
+  // Links are followed while they stay in `root`. A link that is changed meanwhile does not lead out
+  // of it either, since the kernel then opens no link.
+  //
+  // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, a pointer of Git LFS, or not
+  // a path; UNAVAILABLE: any other error.
   static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& root,
                                                               const std::string& path);
   ~DataFile();

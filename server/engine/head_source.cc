@@ -1,12 +1,9 @@
 #include "server/engine/head_source.h"
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
-#include <filesystem>
 #include <iterator>
 #include <limits>
-#include <map>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -26,50 +23,21 @@ namespace logitd::engine {
 namespace {
 
 constexpr int64_t kMaxConfigBytes = int64_t{1} << 20;
-constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
-// About 100 bytes a tensor; no model's file comes near. Parsing cannot be cancelled and takes about
-// a second at this size.
-constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
-
 constexpr size_t kMaxTensorName = 128;  // of a name that only the file gives
 
-// Prefixes of a head's own tensors, the most usual first. Multimodal models nest their language
-// model. GPT-NeoX, BioGPT and TrOCR, XLNet, RWKV.
-constexpr const char* kHeadPrefixes[] = {
-    "lm_head.",   "language_model.lm_head.", "model.language_model.lm_head.",
-    "embed_out.", "output_projection.",      "lm_loss.",
-    "head."};
-// Input embeddings, which are the head of a model that ties them.
-constexpr const char* kEmbeddings[] = {
-    "model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "transformer.wte.weight",  // GPT-2, GPT-Neo, GPT-BigCode, MPT
-    "wte.weight",
-    "transformer.word_embeddings.weight",  // BLOOM, Falcon
-    "word_embeddings.weight",
-    "gpt_neox.embed_in.weight",
-    "gpt_neox_japanese.embed_in.weight",
-    "model.decoder.embed_tokens.weight",  // OPT, BART's decoder
-    "decoder.embed_tokens.weight",
-    "biogpt.embed_tokens.weight",
-    "backbone.embeddings.weight",  // Mamba, FalconMamba, xLSTM
-    "model.embeddings.weight",     // Nemotron-H
-    "transformer.tokens_embed.weight",
-    "tokens_embed.weight",                // GPT
-    "transformer.w.weight",               // CTRL
-    "transformer.word_embedding.weight",  // XLNet
-    "embed_tokens.weight",
-};
 constexpr const char* kNorms[] = {"model.norm.weight", "language_model.model.norm.weight",
                                   "model.language_model.norm.weight"};
 // Encoder-decoder models add it to their logits, with a shape of its own.
 constexpr const char kOtherBias[] = "final_logits_bias";
 
-constexpr std::string_view kHeadTensors[] = {"weight", "bias", "dense.weight"};
-
-constexpr char kWeightMap[] = "weight_map";  // key of an index
 constexpr char kInnerModel[] = "text_config";
+constexpr char kTies[] = "tie_word_embeddings";
+// LFM2's own name for it, which wins.
+constexpr char kOtherTies[] = "tie_embedding";
+constexpr std::string_view kLfm2 = "lfm2";  // at the start of model_type
+// The key of a quantised model's object that names the scheme.
+constexpr std::pair<const char*, const char*> kQuantMethod = {"quantization_config",
+                                                              "quant_method"};
 
 // Settings that scale the logits.
 struct Scale {
@@ -88,9 +56,9 @@ constexpr char kLogitsScalingMultiplies[] = "hyperclovax";  // as part of model_
 // Settings with the softcap; a model has one of them. Gemma and NanoChat, RecurrentGemma, xLSTM.
 constexpr const char* kSoftcaps[] = {"final_logit_softcapping", "logits_soft_cap",
                                      "output_logit_soft_cap"};
-constexpr std::string_view kSettings[] = {
-    "vocab_size",   "unpadded_vocab_size", "tie_word_embeddings", "is_encoder_decoder",
-    "rms_norm_eps", "dim_model_base",      "model_type",          "norm_head"};
+constexpr std::string_view kSettings[] = {"vocab_size",     "unpadded_vocab_size", kTies,
+                                          kOtherTies,       "is_encoder_decoder",  "rms_norm_eps",
+                                          "dim_model_base", "model_type",          "norm_head"};
 
 // Settings that these models have by default: a configuration may leave them out, and then says
 // nothing of their value.
@@ -137,194 +105,12 @@ std::string BiasOf(const std::string& weight) {
   return absl::StrCat(weight.substr(0, weight.rfind('.') + 1), "bias");
 }
 
-// A tensor of an index that this file reads.
-bool IsHeadTensor(std::string_view tensor) {
-  const bool of_head =
-      std::any_of(std::begin(kHeadPrefixes), std::end(kHeadPrefixes), [&](std::string_view prefix) {
-        return tensor.starts_with(prefix) && Contains(kHeadTensors, tensor.substr(prefix.size()));
-      });
-  return of_head || tensor == kOtherBias || Contains(kEmbeddings, tensor) ||
-         std::any_of(std::begin(kNorms), std::end(kNorms), [&](const std::string& norm) {
-           return tensor == norm || tensor == BiasOf(norm);
-         });
-}
-
 // A key of config.json that this file reads.
 bool IsSetting(std::string_view key) {
   return Contains(kSettings, key) || Contains(kOtherScales, key) || Contains(kSoftcaps, key) ||
          std::any_of(std::begin(kScales), std::end(kScales),
                      [&](const Scale& scale) { return key == scale.key; });
 }
-
-bool OneLine(std::string_view text) {
-  return std::all_of(text.begin(), text.end(),
-                     [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
-}
-
-absl::StatusOr<bool> Exists(const std::string& root, const std::string& path) {
-  const absl::StatusOr<std::string> located = Locate(root, path);
-  if (absl::IsNotFound(located.status())) return false;
-  if (!located.ok()) return located.status();
-  std::error_code ignored;
-  return std::filesystem::exists(*located, ignored);
-}
-
-// A file and the tensors in it.
-struct OpenFile {
-  std::shared_ptr<const DataFile> file;
-  formats::SafetensorsHeader header;
-  int64_t data = 0;  // where it begins
-};
-
-absl::StatusOr<OpenFile> OpenSafetensors(const std::string& root, const std::string& path) {
-  absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
-  if (!file.ok()) return file.status();
-  const int64_t bytes = (*file)->bytes();
-  char prefix[formats::kSafetensorsPrefix];
-  const size_t there = static_cast<size_t>(std::min<int64_t>(bytes, sizeof(prefix)));
-  LOGITD_RETURN_IF_ERROR((*file)->Read(0, there, prefix));
-  const absl::StatusOr<int64_t> length = formats::SafetensorsHeaderBytes(
-      path, std::string_view(prefix, there), bytes, kMaxHeaderBytes);
-  if (!length.ok()) return length.status();
-  std::string text(static_cast<size_t>(*length), '\0');
-  LOGITD_RETURN_IF_ERROR((*file)->Read(formats::kSafetensorsPrefix, text.size(), text.data()));
-  const int64_t data = formats::kSafetensorsPrefix + *length;
-  absl::StatusOr<formats::SafetensorsHeader> header =
-      formats::ParseSafetensorsHeader(path, text, bytes - data);
-  if (!header.ok()) return header.status();
-  return OpenFile{.file = *std::move(file), .header = *std::move(header), .data = data};
-}
-
-// The tensors of a head's file, or of all files of its folder.
-class Tensors {
- public:
-  static absl::StatusOr<Tensors> OfFile(const std::string& root, const std::string& path) {
-    absl::StatusOr<OpenFile> file = OpenSafetensors(root, path);
-    if (!file.ok()) return file.status();
-    Tensors out(root, path);
-    for (const auto& [name, tensor] : file->header.tensors) out.file_of_[name] = path;
-    out.open_.emplace(path, *std::move(file));
-    return out;
-  }
-
-  // "model.safetensors", or the files that "model.safetensors.index.json" names.
-  static absl::StatusOr<Tensors> OfFolder(const std::string& root, const std::string& folder) {
-    const std::string single = absl::StrCat(folder, "/model.safetensors");
-    const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
-    absl::StatusOr<bool> there = Exists(root, single);
-    if (!there.ok()) return there.status();
-    if (*there) return OfFile(root, single);
-    there = Exists(root, index);
-    if (!there.ok()) return there.status();
-    if (!*there) {
-      return absl::NotFoundError(absl::StrFormat(
-          "%s: the folder has neither model.safetensors nor model.safetensors.index.json", folder));
-    }
-    const absl::StatusOr<std::string> text = ReadFile(root, index, kMaxIndexBytes);
-    if (!text.ok()) return text.status();
-    const auto fields =
-        formats::ReadJsonFields(index, *text, [](std::string_view object, std::string_view key) {
-          return object.empty() ? key == kWeightMap : object == kWeightMap && IsHeadTensor(key);
-        });
-    if (!fields.ok()) return fields.status();
-    const auto map = fields->find({"", kWeightMap});
-    if (map == fields->end() || map->second != formats::JsonValue(formats::JsonParts{true})) {
-      return FileError(index, "weight_map: got none, allowed an object from tensors to files");
-    }
-    Tensors out(root, index);
-    for (const auto& [key, value] : *fields) {
-      const auto* file = std::get_if<std::string>(&value);
-      if (key.first.empty() || file == nullptr) continue;
-      if (file->empty() || file->size() > NAME_MAX || (*file)[0] == '.' ||
-          absl::StrContains(*file, '/') || !OneLine(*file)) {
-        return FileError(index,
-                         absl::StrFormat("file of tensor %s: got %s, allowed a file in the folder",
-                                         formats::Shown(key.second), formats::Shown(*file)));
-      }
-      out.file_of_[key.second] = absl::StrCat(folder, "/", *file);
-    }
-    return out;
-  }
-
-  bool Has(const std::string& name) const { return file_of_.contains(name); }
-
-  // The first of the names, each with `rest` at its end, that exists, or "".
-  template <typename Prefixes>
-  std::string FirstOf(const Prefixes& prefixes, std::string_view rest = "") const {
-    for (const char* prefix : prefixes) {
-      if (std::string name = absl::StrCat(prefix, std::string(rest)); Has(name)) return name;
-    }
-    return "";
-  }
-
-  // The names of a single file's tensors of 2 dimensions.
-  std::vector<std::string> Matrices() const {
-    std::vector<std::string> names;
-    for (const auto& [path, file] : open_) {
-      for (const auto& [name, tensor] : file.header.tensors) {
-        if (tensor.shape.size() == 2) names.push_back(name);
-      }
-    }
-    return names;
-  }
-
-  const formats::SafetensorsHeader& header() const { return open_.begin()->second.header; }
-
-  // `want`: its shape; -1: any size above 0.
-  absl::StatusOr<StoredTensor> Get(const std::string& name, const std::vector<int64_t>& want) {
-    const std::string& path = file_of_.find(name)->second;
-    auto it = open_.find(path);
-    if (it == open_.end()) {
-      absl::StatusOr<OpenFile> file = OpenSafetensors(root_, path);
-      if (!file.ok()) {
-        return absl::Status(file.status().code(),
-                            absl::StrFormat("%s (the file of tensor %s in %s)",
-                                            file.status().message(), formats::Shown(name), where_));
-      }
-      it = open_.emplace(path, *std::move(file)).first;
-    }
-    const auto found = it->second.header.tensors.find(name);
-    if (found == it->second.header.tensors.end()) {
-      return FileError(path, absl::StrFormat("no tensor %s, which %s says is here",
-                                             formats::Shown(name), where_));
-    }
-    const formats::SafetensorsTensor& tensor = found->second;
-    StoredTensor out{.name = name,
-                     .file = it->second.file,
-                     .offset = it->second.data + tensor.begin,
-                     .shape = tensor.shape};
-    if (tensor.dtype == "F32") {
-      out.dtype = DType::kF32;
-    } else if (tensor.dtype == "F16") {
-      out.dtype = DType::kF16;
-    } else if (tensor.dtype == "BF16") {
-      out.dtype = DType::kBF16;
-    } else {
-      return FileError(path, absl::StrFormat("dtype of tensor %s: got %s, allowed F32, F16, BF16",
-                                             formats::Shown(name), formats::Shown(tensor.dtype)));
-    }
-    bool fits = tensor.shape.size() == want.size();
-    for (size_t i = 0; fits && i < want.size(); ++i) {
-      fits = want[i] == -1 ? tensor.shape[i] > 0 : tensor.shape[i] == want[i];
-    }
-    if (!fits) {
-      return FileError(
-          path, absl::StrFormat(
-                    "shape of tensor %s: got %s, allowed %s%s", formats::Shown(name),
-                    formats::ShapeName(tensor.shape), formats::ShapeName(want),
-                    std::count(want.begin(), want.end(), -1) > 0 ? "; -1: any size above 0" : ""));
-    }
-    return out;
-  }
-
- private:
-  Tensors(std::string root, std::string where) : root_(std::move(root)), where_(std::move(where)) {}
-
-  std::string root_;
-  std::string where_;  // the file that lists the tensors
-  std::map<std::string, std::string, std::less<>> file_of_;
-  std::map<std::string, OpenFile> open_;
-};
 
 // A model's settings. Keeps the first error.
 class Settings {
@@ -335,7 +121,8 @@ class Settings {
     if (!text.ok()) return text.status();
     absl::StatusOr<formats::JsonFields> fields =
         formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
-          return (object.empty() || object == kInnerModel) && IsSetting(key);
+          return ((object.empty() || object == kInnerModel) && IsSetting(key)) ||
+                 (object == kQuantMethod.first && key == kQuantMethod.second);
         });
     if (!fields.ok()) return fields.status();
     return Settings(path, *std::move(fields));
@@ -389,7 +176,7 @@ class Settings {
     if (value != nullptr && *value != formats::JsonValue(false)) Fail(key, *value, "false");
   }
 
-  std::string Text(const char* key) {
+  std::string Text(const char* key) const {
     const formats::JsonValue* value = Find(key);
     const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
     return text != nullptr ? *text : "";
@@ -400,6 +187,44 @@ class Settings {
     return std::any_of(std::begin(kPlaces), std::end(kPlaces), [&](const char* object) {
       return fields_.find({object, key}) != fields_.end();
     });
+  }
+
+  // What is stated: true if it is true anywhere, false if it is false or null wherever it is there.
+  std::optional<bool> Stated(const char* key) {
+    std::optional<bool> stated;
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, key});
+      if (it == fields_.end()) continue;
+      const bool none = std::holds_alternative<std::monostate>(it->second);
+      const auto* value = std::get_if<bool>(&it->second);
+      if (!none && value == nullptr) Fail(key, it->second, "true or false");
+      stated = stated.value_or(false) || (value != nullptr && *value);
+    }
+    return stated;
+  }
+
+  // The key that says whether the embeddings are the head.
+  const char* TiesKey() const {
+    return Text("model_type").starts_with(kLfm2) && Has(kOtherTies) ? kOtherTies : kTies;
+  }
+
+  // Whether the embeddings are the head; nothing if neither the settings nor the model_type tell.
+  std::optional<bool> Ties() {
+    if (const std::optional<bool> stated = Stated(TiesKey())) return stated;
+    for (const char* object : kPlaces) {
+      const auto it = fields_.find({object, "model_type"});
+      const auto* type = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;
+      if (type == nullptr) continue;
+      if (const std::optional<bool> ties = TiesByDefault(*type)) return ties;
+    }
+    return std::nullopt;
+  }
+
+  // As a configuration states it; "" without one.
+  std::string QuantMethod() const {
+    const auto it = fields_.find(kQuantMethod);
+    const auto* text = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;
+    return text != nullptr ? *text : "";
   }
 
   // True if the key is there, and `want` wherever it is.
@@ -544,11 +369,10 @@ absl::Status CheckNormalised(Settings& settings) {
 }
 
 // Refuses models whose logits are not a product with the last hidden states.
-absl::Status CheckKind(const Tensors& tensors, Settings& settings) {
+absl::Status CheckKind(const HeadTensors& tensors, Settings& settings) {
   LOGITD_RETURN_IF_ERROR(CheckNormalised(settings));
   // T5 scales its states if it ties its embeddings; BART and others add a bias.
-  if (settings.IsEverywhere("is_encoder_decoder", true) &&
-      !settings.IsEverywhere("tie_word_embeddings", false)) {
+  if (settings.IsEverywhere("is_encoder_decoder", true) && settings.Ties() != false) {
     return FileError(
         settings.where(),
         "is_encoder_decoder: got true with tied embeddings, allowed false: such models "
@@ -561,7 +385,7 @@ absl::Status CheckKind(const Tensors& tensors, Settings& settings) {
                                      kOtherBias));
   }
   // The heads of masked language models first transform the states.
-  const std::string dense = tensors.FirstOf(kHeadPrefixes, "dense.weight");
+  const std::string dense = tensors.OfHead("dense.weight");
   if (!dense.empty()) {
     return FileError(settings.where(),
                      absl::StrFormat("tensor '%s': got one, allowed none: the head must be one "
@@ -571,7 +395,7 @@ absl::Status CheckKind(const Tensors& tensors, Settings& settings) {
   return absl::OkStatus();
 }
 
-absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
+absl::Status FindNorm(HeadTensors& tensors, Settings& settings, HeadSource* head) {
   const std::string& where = settings.where();
   const std::string name = tensors.FirstOf(kNorms);
   if (name.empty()) {
@@ -615,72 +439,176 @@ absl::Status FindNorm(Tensors& tensors, Settings& settings, HeadSource* head) {
   return absl::OkStatus();
 }
 
+// The names of a head's weight and of its bias. The bias need not exist; "": none.
+struct Choice {
+  std::string weight;
+  std::string bias;
+};
+
+// "'lm_head.qweight' is of a matrix quantised by GPTQ (quant_method: 'gptq'), ..."
+std::string QuantisedText(const QuantisedPart& part, const Settings& settings) {
+  const std::string method = settings.QuantMethod();
+  return absl::StrFormat(
+      "%s is of a matrix quantised by %s%s, allowed F32, F16, BF16", formats::Shown(part.name),
+      part.scheme,
+      method.empty() ? ""
+                     : absl::StrFormat(" (%s: %s)", kQuantMethod.second, formats::Shown(method)));
+}
+
+absl::Status CheckNotQuantised(const HeadTensors& tensors, const Settings& settings,
+                               const std::string& weight) {
+  const std::optional<QuantisedPart> part = tensors.QuantisedPartOf(weight);
+  if (!part.has_value()) return absl::OkStatus();
+  return FileError(settings.where(), absl::StrFormat("head: got %s, and %s", formats::Shown(weight),
+                                                     QuantisedText(*part, settings)));
+}
+
+// For an error text: the tensors that are a head's, those that are there, and the quantised head
+// among them.
+std::string LookedFor(const HeadTensors& tensors, const Settings& settings) {
+  const std::optional<QuantisedPart> part = tensors.QuantisedHead();
+  return absl::StrFormat(
+      "looked for %s; there: %s%s", HeadTensors::HeadNames(), tensors.Listed(),
+      part.has_value() ? absl::StrCat("; ", QuantisedText(*part, settings)) : "");
+}
+
+// The error of a model that has no head and does not tie its embeddings, or for which that is not
+// known.
+absl::Status NotTied(const HeadTensors& tensors, Settings& settings) {
+  const char* const key = settings.TiesKey();
+  const std::string type = settings.Text("model_type");
+  std::string got = "none";
+  if (settings.Stated(key).has_value()) {
+    got = "false";
+  } else if (settings.Ties().has_value()) {
+    absl::StrAppend(&got, ", which means false for model_type ", formats::Shown(type));
+  } else if (!type.empty()) {
+    absl::StrAppend(&got, ", and the default of model_type ", formats::Shown(type),
+                    " is not known");
+  }
+  return FileError(settings.where(),
+                   absl::StrFormat("%s: got %s, allowed true if there is no head; %s", key, got,
+                                   LookedFor(tensors, settings)));
+}
+
+// The embeddings, if the model ties them. Without a model_type it is taken to do so, since nothing
+// says otherwise.
+absl::StatusOr<Choice> ChooseEmbeddings(const HeadTensors& tensors, Settings& settings,
+                                        std::vector<std::string>* warnings) {
+  const std::optional<bool> ties = settings.Ties();
+  const std::optional<QuantisedPart> part = tensors.QuantisedHead();
+  const std::string embeddings = tensors.Embeddings();
+  if (!ties.has_value() && settings.Text("model_type").empty() && !part.has_value()) {
+    warnings->push_back(absl::StrFormat(
+        "%s is taken as the head: there is no other one, and neither %s nor a model_type is stated",
+        embeddings, kTies));
+  } else if (ties != true) {
+    return NotTied(tensors, settings);
+  }
+  LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, embeddings));
+  if (part.has_value()) {
+    warnings->push_back(
+        absl::StrFormat("%s is true, so %s is the head; %s, of a quantised head, is not read",
+                        settings.TiesKey(), embeddings, part->name));
+  }
+  return Choice{embeddings, tensors.OfHead("bias")};
+}
+
+// A head of its own, or the embeddings. Without both, nothing.
+absl::StatusOr<Choice> ChooseKnown(const HeadTensors& tensors, Settings& settings,
+                                   std::vector<std::string>* warnings) {
+  const std::optional<bool> ties = settings.Ties();
+  LOGITD_RETURN_IF_ERROR(settings.status());
+  const std::string head = tensors.OfHead("weight");
+  const std::string embeddings = tensors.Embeddings();
+  if (head.empty() && !embeddings.empty()) return ChooseEmbeddings(tensors, settings, warnings);
+  if (head.empty()) {
+    if (!tensors.QuantisedHead().has_value()) return Choice{};
+    return FileError(settings.where(),
+                     absl::StrCat("head: got none; ", LookedFor(tensors, settings)));
+  }
+  LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, head));
+  if (ties == true && !embeddings.empty()) {
+    warnings->push_back(absl::StrFormat(
+        "%s is true%s, and there are %s and %s. The first is the head here, and in transformers 5 "
+        "if "
+        "the two differ; in transformers 4 the second is",
+        settings.TiesKey(), settings.Stated(settings.TiesKey()) == true ? "" : " by default", head,
+        embeddings));
+  }
+  return Choice{head, BiasOf(head)};
+}
+
+// The only matrix of a file without a known name.
+absl::StatusOr<Choice> ChooseOnlyMatrix(const HeadTensors& tensors, const std::string& path,
+                                        bool folder) {
+  const std::vector<std::string> matrices =
+      folder ? std::vector<std::string>() : tensors.Matrices();
+  if (matrices.size() != 1) {
+    return FileError(
+        path, absl::StrFormat(
+                  "no tensor 'lm_head.weight', 'model.embed_tokens.weight' or another name of a "
+                  "known head; there: %s%s",
+                  tensors.Listed(),
+                  folder ? ""
+                         : absl::StrFormat("; tensors of 2 dimensions: got %d, allowed 1",
+                                           matrices.size())));
+  }
+  const std::string& weight = matrices[0];
+  // The log and the list of heads show this name, and only the file gives it.
+  const bool printable = std::all_of(weight.begin(), weight.end(), [](char c) {
+    return absl::ascii_isprint(static_cast<unsigned char>(c));
+  });
+  if (weight.empty() || weight.size() > kMaxTensorName || !printable) {
+    return FileError(path,
+                     absl::StrFormat("name of the weight: got %s of %d bytes, allowed 1 to %d "
+                                     "of printable ASCII",
+                                     formats::Shown(weight), weight.size(), kMaxTensorName));
+  }
+  const std::string_view stem = weight;
+  return Choice{weight, stem.ends_with("weight")
+                            ? absl::StrCat(std::string(stem.substr(0, stem.size() - 6)), "bias")
+                            : ""};
+}
+
 }  // namespace
 
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
-  std::error_code ignored;
-  const absl::StatusOr<std::string> located = Locate(request.root, request.path);
-  if (!located.ok()) return located.status();
-  const bool folder = std::filesystem::is_directory(*located, ignored);
-  absl::StatusOr<Tensors> tensors = folder ? Tensors::OfFolder(request.root, request.path)
-                                           : Tensors::OfFile(request.root, request.path);
+  const absl::StatusOr<PathKind> kind = KindOf(request.root, request.path);
+  if (!kind.ok()) return kind.status();
+  const bool folder = *kind == PathKind::kFolder;
+  absl::StatusOr<HeadTensors> tensors = folder ? HeadTensors::OfFolder(request.root, request.path)
+                                               : HeadTensors::OfFile(request.root, request.path);
   if (!tensors.ok()) return tensors.status();
   absl::StatusOr<Settings> settings = folder
                                           ? Settings::OfFolder(request.root, request.path)
                                           : Settings::OfMetadata(request.path, tensors->header());
   if (!settings.ok()) return settings.status();
 
-  LOGITD_RETURN_IF_ERROR(CheckKind(*tensors, *settings));
-  std::string weight = tensors->FirstOf(kHeadPrefixes, "weight");
-  std::string bias;
-  if (!weight.empty()) {
-    bias = BiasOf(weight);
-  } else if (weight = tensors->FirstOf(kEmbeddings); !weight.empty()) {
-    if (settings->IsEverywhere("tie_word_embeddings", false)) {
-      return FileError(
-          settings->where(),
-          "tie_word_embeddings: got false, allowed true if there is no tensor 'lm_head.weight'");
-    }
-    bias = tensors->FirstOf(kHeadPrefixes, "bias");
-  } else {
-    const std::vector<std::string> matrices =
-        folder ? std::vector<std::string>() : tensors->Matrices();
-    if (matrices.size() != 1) {
-      return FileError(
-          request.path,
-          absl::StrFormat("no tensor 'lm_head.weight', 'model.embed_tokens.weight' or another name "
-                          "of a known head%s",
-                          folder ? ""
-                                 : absl::StrFormat("; tensors of 2 dimensions: got %d, allowed 1",
-                                                   matrices.size())));
-    }
-    weight = matrices[0];
-    // The log and the list of heads show this name, and only the file gives it.
-    if (weight.empty() || weight.size() > kMaxTensorName || !OneLine(weight)) {
-      return FileError(
-          request.path,
-          absl::StrFormat("name of the weight: got %s of %d bytes, allowed 1 to %d of printable "
-                          "ASCII",
-                          formats::Shown(weight), weight.size(), kMaxTensorName));
-    }
-    if (absl::EndsWith(weight, "weight")) {
-      bias = absl::StrCat(weight.substr(0, weight.size() - 6), "bias");
-    }
-  }
-
   HeadSource head;
-  absl::StatusOr<StoredTensor> found = tensors->Get(weight, {-1, -1});
+  if (!tensors->warning().empty()) head.warnings.push_back(tensors->warning());
+  LOGITD_RETURN_IF_ERROR(CheckKind(*tensors, *settings));
+  absl::StatusOr<Choice> choice = ChooseKnown(*tensors, *settings, &head.warnings);
+  if (choice.ok() && choice->weight.empty()) {
+    choice = ChooseOnlyMatrix(*tensors, request.path, folder);
+  }
+  if (!choice.ok()) return choice.status();
+  absl::StatusOr<StoredTensor> found = tensors->Get(choice->weight, {-1, -1});
   if (!found.ok()) return found.status();
   head.weight = *std::move(found);
-  if (!bias.empty() && tensors->Has(bias)) {
-    found = tensors->Get(bias, {head.weight.shape[0]});
+  if (!choice->bias.empty() && tensors->Has(choice->bias)) {
+    found = tensors->Get(choice->bias, {head.weight.shape[0]});
     if (!found.ok()) return found.status();
     head.bias = *std::move(found);
   }
   LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
-  if (std::string type = settings->Text("model_type"); !type.empty() && !IsSurveyed(type)) {
-    head.unknown_type = std::move(type);
+  if (const std::string type = settings->Text("model_type"); !type.empty() && !IsSurveyed(type)) {
+    head.warnings.push_back(
+        absl::StrFormat("model_type %s is not known; its logits are taken as the product with %s. "
+                        "Compare some with "
+                        "the model's own",
+                        formats::Shown(type), head.weight.name));
   }
   return head;
 }

@@ -3,28 +3,16 @@
 #ifndef LOGITD_SERVER_ENGINE_HEAD_SOURCE_H_
 #define LOGITD_SERVER_ENGINE_HEAD_SOURCE_H_
 
-#include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/types.h"
-#include "server/engine/data_file.h"
+#include "server/engine/head_tensors.h"
 #include "server/engine/heads.h"
 
 namespace logitd::engine {
-
-struct StoredTensor {
-  std::string name;
-  std::shared_ptr<const DataFile> file;
-  int64_t offset = 0;  // of its first byte in the file
-  DType dtype = DType::kF32;
-  std::vector<int64_t> shape;
-};
 
 struct HeadSource {
   StoredTensor weight;               // [stored vocab, hidden]
@@ -35,16 +23,17 @@ struct HeadSource {
   float norm_epsilon = 0.0f;
   float scale = 1.0f;  // of the logits, bias included
   float softcap = 0.0f;
-  std::string unknown_type;  // the model_type, where it is given and not IsSurveyed
+  std::vector<std::string> warnings;  // one line each
 };
 
 // Errors: those of Heads::Load about files and settings. Thread-safe.
 //
 // A folder's settings are in its config.json, where "text_config" comes first. A single file's
 // settings are in its metadata, under the same keys. docs/operations.md lists the keys and the
-// names of tensors. Only rms_norm_eps is required, and only for the norm. Keys that are known to
-// change logits in other ways are refused. hidden_size is not read: the weight's own width counts,
-// because models that project their states before the head state another size.
+// names of tensors. Only rms_norm_eps is required, and only for the norm. Where tie_word_embeddings
+// is not stated, the default of the model_type counts. Keys that are known to change logits in other
+// ways are refused. hidden_size is not read: the weight's own width counts, because models that
+// project their states before the head state another size.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine

@@ -466,12 +466,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                request.name, source->weight.name, source->vocab, largest.hidden,
                Name(source->weight.dtype), request.path, largest.bytes >> 20,
                request.shard ? absl::StrFormat(" on each of %d devices", devices_->count()) : "");
-  if (!source->unknown_type.empty()) {
-    log::Limited(
-        log::Source::kHeads, spdlog::level::warn,
-        "head {}: model_type {} is not known; its logits are taken as the product with {}. "
-        "Compare some with the model's own",
-        request.name, formats::Shown(source->unknown_type), source->weight.name);
+  for (const std::string& warning : source->warnings) {
+    log::Limited(log::Source::kHeads, spdlog::level::warn, "head {}: {}", request.name, warning);
   }
 
   const auto no_memory = [&](const absl::Status& status) {
@@ -541,7 +537,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .stored_vocab = source->weight.shape[0],
                                                .device_bytes = largest_bytes,
                                                .loaded = end,
-                                               .load_time = end - start},
+                                               .load_time = end - start,
+                                               .warnings = source->warnings},
                                               whole),
                                      unload);
 }

@@ -37,6 +37,7 @@ struct HeadInfo {
   int64_t device_bytes = 0;  // on each device; of a sharded head the most on any
   absl::Time loaded;
   absl::Duration load_time;
+  std::vector<std::string> warnings;  // of the load: what was found and may not be meant
 };
 
 // A head: a copy on each device, or sharded, which means that each device has a part of the

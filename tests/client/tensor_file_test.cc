@@ -154,6 +154,9 @@ std::string OneTensor(const std::string& value) {
 const BadCase kBad[] = {
     {"unknown_extension", "a.bin", "x", "allowed: FILE.npy, FILE.safetensors"},
     {"npy_empty", "a.npy", "", "empty file"},
+    {"npy_lfs_pointer", "a.npy",
+     "version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n",
+     "got a Git LFS pointer"},
     {"npy_other_magic", "a.npy", std::string(64, 'x'), "not an npy file"},
     {"npy_only_magic", "a.npy", "\x93NUMPY", "not an npy file"},
     {"npy_version_9", "a.npy", Npy("{}", "", 9), "npy version 9; allowed: 1, 2, 3"},
@@ -202,6 +205,8 @@ const BadCase kBad[] = {
     {"npy_scalar", "a.npy", Npy(NpyHeader("<f4", "False", "()"), "abcd"), "shape []; allowed"},
     {"npy_no_rows", "a.npy", Npy(NpyHeader("<f4", "False", "(0, 6)"), ""), "shape [0,6]; allowed"},
     {"safetensors_short", "a.safetensors", "1234567", "shorter than the 8 bytes"},
+    {"safetensors_lfs_pointer", "a.safetensors",
+     "version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "got a Git LFS pointer"},
     {"safetensors_header_past_end", "a.safetensors", LittleEndian(100, 8) + "{}",
      "header length: got 100, allowed 0..2, as the file has 10 bytes"},
     {"safetensors_header_of_all_ones", "a.safetensors", LittleEndian(~uint64_t{0}, 8) + "{}",

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -53,13 +55,108 @@ TEST(JsonFieldsTest, KeepsWhatIsWantedAndTheLastOfTwo) {
 }
 
 TEST(JsonFieldsTest, WhatIsNoObjectIsRefused) {
-  for (const std::string& text :
-       {std::string(), std::string("1"), std::string("[]"), std::string("[{}]"), std::string("{"),
-        std::string(R"({"a":1,})"), std::string(R"({"a":1} 2)"), std::string(R"({"a":1e999})"),
-        std::string("{}\0", 3), std::string("{}\0{", 4), std::string("{\"a\":\"\xff\"}")}) {
-    const auto fields = ReadJsonFields("f", text, All);
-    EXPECT_EQ(fields.status(), absl::InvalidArgumentError("f: not a JSON object")) << text;
+  for (const char* text : {"1", "[]", "[{}]", "NaN", "1e999"}) {
+    EXPECT_EQ(ReadJsonFields("f", text, All).status(),
+              absl::InvalidArgumentError("f: not a JSON object"))
+        << text;
   }
+}
+
+TEST(JsonFieldsTest, ASyntaxErrorIsRefusedWithItsLineAndColumn) {
+  const std::string huge(400, '9');
+  struct Case {
+    std::string text;
+    const char* where;
+  };
+  for (const Case& test : {
+           Case{"", "line 1, column 1"},
+           {"{", "line 1, column 2"},
+           {R"({"a":1,})", "line 1, column 8"},
+           {R"({"a":1} 2)", "line 1, column 9"},
+           {"{\n  \"a\": NaN,\n  \"b\": Infinity, x\n}", "line 3, column 18"},
+           {"{\"a\":[NaN,NaN,-Infinity,1e999],\n\n\"b\" 1}", "line 3, column 5"},
+           {"{\"a\":\"\xff\"}", "line 1, column 7"},
+           {std::string("{}\0", 3), "line 1, column 3"},
+           {std::string("{}\n\0{", 5), "line 2, column 1"},
+           {R"({"a":nan})", "line 1, column 7"},
+           {R"({"a":inf})", "line 1, column 6"},
+           {R"({"a":Infinit})", "line 1, column 6"},
+           {R"({"a":-Infinit})", "line 1, column 7"},
+           {R"({"a":-NaN})", "line 1, column 7"},
+           {R"({"a":+Infinity})", "line 1, column 6"},
+           {R"({"a":NaNs})", "line 1, column 6"},
+           {R"({"a":01e999})", "line 1, column 11"},
+           {R"({"a":1.e999})", "line 1, column 8"},
+           {R"({"a":0)" + huge + "}", "line 1, column 406"},
+           {R"({"a":falsE})", "line 1, column 10"},
+           {R"({NaN:1})", "line 1, column 4"},
+       }) {
+    EXPECT_EQ(ReadJsonFields("f", test.text, All).status(),
+              absl::InvalidArgumentError(
+                  absl::StrCat("f: not a JSON object: syntax error at ", test.where)))
+        << test.text;
+  }
+}
+
+// The numbers are those that transformers 4 and 5, and Python's json module, write.
+TEST(JsonFieldsTest, NumbersThatOnlyPythonWritesAreRead) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const std::string huge(400, '9');
+  struct Case {
+    std::string text;
+    double value;
+  };
+  for (const Case& test : {
+           Case{"Infinity", kInf},
+           {"-Infinity", -kInf},
+           {R"({"__float__": "Infinity"})", kInf},
+           {R"({ "__float__" : "-Infinity" })", -kInf},
+           {huge, kInf},
+           {"-" + huge, -kInf},
+           {"1e999", kInf},
+           {"-1.5E+400", -kInf},
+           {"1e-999", 0.0},
+           {"1e-05", 1e-05},
+           {"1E5", 1e5},
+           {"0E0", 0.0},
+           {"-0E000000", 0.0},
+           {"1e+16", 1e16},
+           {"-0.0", 0.0},
+           {"1000000000000000019884624838656", 1e30},
+       }) {
+    SCOPED_TRACE(test.text);
+    const auto fields =
+        ReadJsonFields("f",
+                       absl::StrCat(R"({"s":"NaN \" Infinity","a":)", test.text, R"(,"o":{"b":[1,)",
+                                    test.text, R"(],"a":)", test.text, R"(},"last":"1E5"})"),
+                       All);
+    ASSERT_TRUE(fields.ok()) << fields.status();
+    EXPECT_EQ(std::get<double>(fields->at({"", "a"})), test.value);
+    EXPECT_EQ(std::get<double>(fields->at({"o", "a"})), test.value);
+    EXPECT_FALSE(std::get<JsonParts>(fields->at({"o", "b"})).object);
+    EXPECT_EQ(std::get<std::string>(fields->at({"", "s"})), "NaN \" Infinity");
+    EXPECT_EQ(std::get<std::string>(fields->at({"", "last"})), "1E5");
+  }
+  for (const char* text : {"NaN", R"({"__float__":"NaN"})"}) {
+    const auto fields = ReadJsonFields("f", absl::StrCat(R"({"a":)", text, "}"), All);
+    ASSERT_TRUE(fields.ok()) << fields.status();
+    EXPECT_TRUE(std::isnan(std::get<double>(fields->at({"", "a"}))));
+  }
+}
+
+TEST(JsonFieldsTest, OnlyAnObjectWithNothingElseStandsForANumber) {
+  for (const char* text :
+       {R"({"__float__":"nan"})", R"({"__float__":1})", R"({"__float__":["NaN"]})",
+        R"({"__float__":"NaN","b":1})", R"({"b":{},"__float__":"NaN"})",
+        R"({"b":[],"__float__":"NaN"})", R"({"b":{"__float__":"NaN"}})", R"({"float":"NaN"})"}) {
+    const auto fields = ReadJsonFields("f", absl::StrCat(R"({"a":)", text, "}"), All);
+    ASSERT_TRUE(fields.ok()) << fields.status();
+    EXPECT_TRUE(std::get<JsonParts>(fields->at({"", "a"})).object) << text;
+  }
+  const auto fields = ReadJsonFields("f", R"({"__float__":"NaN","a":[{"__float__":"NaN"}]})", All);
+  ASSERT_TRUE(fields.ok()) << fields.status();
+  EXPECT_EQ(std::get<std::string>(fields->at({"", "__float__"})), "NaN");
+  EXPECT_FALSE(std::get<JsonParts>(fields->at({"", "a"})).object);
 }
 
 std::string Many(int count, const std::string& begin, const std::string& piece,

@@ -476,6 +476,7 @@ def _head(message: Any) -> results.Head:
         _plain(results.Head, message),
         dtype=names.get(message.dtype, str(message.dtype)),
         shards=[_plain(results.HeadShard, shard) for shard in message.shards],
+        warnings=list(message.warnings),
     )
 
 

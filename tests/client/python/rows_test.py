@@ -305,15 +305,15 @@ class ScoreTest(ServerTestCase):
                 self.assertEqual(caught.exception.attempts, 0)
 
 
-def write_head(folder, weight):
-    """A model's folder with only an output head."""
+def write_head(folder, weight, **config):
+    """A model's folder with only an output head, and these settings."""
     data = np.ascontiguousarray(weight, np.float32).tobytes()
     header = json.dumps(
         {"lm_head.weight": {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [0, len(data)]}}
     ).encode()
     pathlib.Path(folder).mkdir()
     pathlib.Path(folder, "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
-    pathlib.Path(folder, "config.json").write_text(json.dumps({"vocab_size": weight.shape[0]}))
+    pathlib.Path(folder, "config.json").write_text(json.dumps({"vocab_size": weight.shape[0], **config}))
 
 
 class HeadsTest(ServerTestCase):
@@ -322,12 +322,21 @@ class HeadsTest(ServerTestCase):
         cls.root = tempfile.TemporaryDirectory()
         cls.weight = RANDOM.standard_normal((500, 64)).astype(np.float32)
         write_head(os.path.join(cls.root.name, "tiny"), cls.weight)
+        write_head(os.path.join(cls.root.name, "new"), cls.weight, model_type="never_seen")
         cls.server = RunningServer(f"--head-root={cls.root.name}")
 
     @classmethod
     def tearDownClass(cls):
         super().tearDownClass()
         cls.root.cleanup()
+
+    def test_a_loaded_head_has_its_warnings(self):
+        for client in self.both(self.server.unix):
+            head = client.load_head("new", "new")
+            self.assertEqual(len(head.warnings), 1)
+            self.assertIn("model_type 'never_seen' is not known", head.warnings[0])
+            self.assertEqual(client.get_head("new"), head)
+            client.unload_head("new")
 
     def test_a_head_is_loaded_used_and_unloaded(self):
         hidden = RANDOM.standard_normal((3, 64)).astype(np.float32)
@@ -359,7 +368,7 @@ class HeadsTest(ServerTestCase):
             self.assertEqual(client.list_heads(), [])
             cut = client.load_head("cut", "tiny", shard=True)
             self.assertEqual(cut.shards, [logitd.HeadShard(0, 0, 500, cut.device_bytes)])
-            self.assertEqual(head.shards, [])
+            self.assertEqual((head.shards, head.warnings), ([], []))
             again = client.top_k(hidden=hidden, head="cut", k=4)
             self.assertEqual(again.probs.dense().tolist(), top.probs.dense().tolist())
             client.unload_head("cut")
