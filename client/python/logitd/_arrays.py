@@ -26,7 +26,7 @@ def as_numpy(name: str, value: Any, bits: bool = False) -> np.ndarray:
     """The numbers of any array-like; a tensor of another device is copied to the host.
 
     bfloat16 becomes float32, which holds each of its numbers; with `bits`, it stays as it lies in memory (of torch:
-    int16). InvalidArgument: what is no array.
+    uint16). InvalidArgument: what is no array.
     """
     try:
         if is_torch(value):
@@ -53,9 +53,9 @@ def _of_torch(tensor: Any, bits: bool) -> np.ndarray:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError("only dense numbers can be sent")
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.int16) if bits else tensor.float()
-    return tensor.numpy()  # type: ignore[no-any-return]
+    if tensor.dtype is torch.bfloat16 and bits:
+        return tensor.view(torch.int16).numpy().view(np.uint16)  # type: ignore[no-any-return]
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()  # type: ignore[no-any-return]
 
 
 def _described(value: Any) -> str:
