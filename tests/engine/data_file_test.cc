@@ -146,6 +146,7 @@ TEST_F(DataFileTest, ALinkThatIsSwappedWhileAFileIsOpenedDoesNotLeadOut) {
 }
 
 TEST_F(DataFileTest, WithoutOpenat2TheSameIsTrue) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // the new process starts a thread
   MakeLinks();
   for (const int error : {ENOSYS, EPERM}) {
     EXPECT_EXIT(
@@ -153,6 +154,7 @@ TEST_F(DataFileTest, WithoutOpenat2TheSameIsTrue) {
           WithoutOpenat2(error);
           ExpectLinksStayInside();
           ExpectASwappedLinkStaysInside();
+          TearDown();
           std::exit(::testing::Test::HasFailure() ? 1 : 0);
         },
         ::testing::ExitedWithCode(0), "");
