@@ -21,8 +21,8 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
   if (draft.token < 0 || draft.token >= vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("draft: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "drafts: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
   }
   switch (draft.kind) {
     case DraftKind::kGreedy:
@@ -34,12 +34,12 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
       break;
     default:
       return absl::InvalidArgumentError(
-          absl::StrFormat("draft kind: got %d at row %d, allowed greedy, list, dense",
+          absl::StrFormat("draft_kind: got %d at row %d, allowed greedy, list, dense",
                           static_cast<int>(draft.kind), r));
   }
   if (draft.count < 1 || draft.count > vocab) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("draft count: got %d at row %d, allowed 1..%d", draft.count, r, vocab));
+        absl::StrFormat("draft_count: got %d at row %d, allowed 1..%d", draft.count, r, vocab));
   }
   if (!IsInside(draft.first_prob, draft.count, request.draft_probs.size())) {
     return OutsideOf("draft_probs", r, draft.first_prob, draft.count, request.draft_probs.size());
@@ -60,8 +60,8 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
   }
   if (has_token) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrFormat("draft: got token %d at row %d, allowed one of its %d draft_ids", draft.token,
-                      r, draft.count));
+      absl::StrFormat("drafts: got token %d at row %d, allowed one of its %d draft_ids",
+                      draft.token, r, draft.count));
 }
 
 }  // namespace
