@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, Optional, Union
+import os
+from dataclasses import fields
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Type, Union
 
 from logitd import _arrays, _attention, results
 from logitd._calls import Call, Session, encoded, verify_fields
@@ -20,6 +22,22 @@ def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[Row
     rows = row_input(logits, hidden, head, dtype, arena)
     vocab = rows.width if head is None else None
     return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
+
+
+_NO = ("0", "n", "no", "f", "false", "off")
+_first_process: Optional[int] = None  # of this one and those that it was forked from: the first with a client
+
+
+def _check_fork() -> None:
+    """FailedPrecondition: gRPC would hang in this process."""
+    global _first_process
+    _first_process = os.getpid() if _first_process is None else _first_process
+    if _first_process != os.getpid() and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _NO:
+        raise FailedPrecondition(
+            "client: got made in a process that was forked after gRPC was in use, with GRPC_ENABLE_FORK_SUPPORT="
+            f"{os.environ['GRPC_ENABLE_FORK_SUPPORT']}, allowed without this setting, or in a process that "
+            'multiprocessing starts with "spawn"'
+        )
 
 
 class Base:
@@ -44,6 +62,7 @@ class Base:
         attention_message_bytes: int = 8 << 20,
         score_message_bytes: int = 4 << 20,
     ) -> None:
+        _check_fork()
         self.options = Options(
             address,
             round_robin=round_robin,
@@ -62,15 +81,31 @@ class Base:
         self._session = Session(self.options)
         self._methods: Dict[str, Any] = {}
         self._closed = False
-        credentials, arguments = self.options.credentials(), self.options.channel_arguments()
-        if credentials is None:
-            self._channel = self._grpc.insecure_channel(address, options=arguments)
-        else:
-            self._channel = self._grpc.secure_channel(address, credentials, options=arguments)
+        self._process = os.getpid()
+        self._credentials = self.options.credentials()
+        self._channel: Any = None
         self._made()
 
     def _made(self) -> None:
-        """What a client does when it has its channel."""
+        """What a client does when it has its options."""
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """A copy, or what pickle makes, is a new client with the same options, and connects by itself."""
+        return _remade, (type(self), {f.name: getattr(self.options, f.name) for f in fields(self.options)})
+
+    def _make_channel(self) -> Any:
+        address, arguments = self.options.address, self.options.channel_arguments()
+        if self._credentials is None:
+            return self._grpc.insecure_channel(address, options=arguments)
+        return self._grpc.secure_channel(address, self._credentials, options=arguments)
+
+    def _check_place(self) -> None:
+        """FailedPrecondition: gRPC cannot be used here with this client's connection."""
+        if os.getpid() != self._process:
+            raise FailedPrecondition(
+                "client: got a call in a process that was forked from the client's, allowed in the client's own; make a "
+                "client in each process"
+            )
 
     def _connected(self) -> Any:
         """Asks the server something small, if nothing was asked yet: what has no retries of its own finds a connection."""
@@ -80,6 +115,7 @@ class Base:
         """A method of raw messages: with no serializer, bytes go through as they are."""
         if self._closed:
             raise FailedPrecondition("client: got a call after close(), allowed before it; make a new client")
+        self._check_place()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, kind)(name)
         return self._methods[name]
@@ -202,3 +238,7 @@ class Base:
             raise TypeError("write: got a deadline, allowed none: a stream has no deadline")
         rows, row_params, _ = row_request("sample", logits, rest)
         return encoded("sample", rows, row_params), rows
+
+
+def _remade(kind: Type[Base], options: Dict[str, Any]) -> Base:
+    return kind(options.pop("address"), **options)

@@ -14,11 +14,21 @@ from logitd.results import Ragged
 _LIST_COUNTS = {"history": "history_count", "logit_bias": "logit_bias_count", "extra_ids": "extra_count"}
 _LISTS = {count: name for name, count in _LIST_COUNTS.items()}
 _WITH_LISTS = {*_LIST_COUNTS.values(), "logit_bias_ids"}  # set together with a list
+_SPREAD = {"seed": ["seed", "seeds"]}  # `seeds` is the client's own: one number, of which seed is made
 
 
 def names(codec: Codec) -> List[str]:
-    """The parameters that a caller may give: fields 16 to 39, without those that a list brings along."""
-    return [f.name for f in codec.fields.values() if 16 <= f.number < 40 and f.name not in _WITH_LISTS]
+    """The parameters that a caller may give: fields 16 to 39, without those that a list brings along; and seeds."""
+    fields = [f.name for f in codec.fields.values() if 16 <= f.number < 40 and f.name not in _WITH_LISTS]
+    return [name for field in fields for name in _SPREAD.get(field, [field])]
+
+
+def spread_seeds(seeds: int, rows: int) -> np.ndarray:
+    """[rows] uint64, the first outputs of SplitMix64 that starts at `seeds`; docs/semantics.md has the formula."""
+    z = np.arange(1, rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seeds)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def lists(name: str, value: Any) -> Tuple[Optional[np.ndarray], np.ndarray]:
@@ -55,18 +65,22 @@ class RowParams:
         self._lists: Dict[str, Tuple[Optional[np.ndarray], Dict[str, np.ndarray]]] = {}  # by name of the counts
         self._single: Dict[str, Any] = {}
         allowed = names(codec)
+        if params.get("seed") is not None and params.get("seeds") is not None:
+            raise InvalidArgument("seeds: got a number beside seed, allowed one of them")
         for name, value in params.items():
             if name not in allowed:
                 raise TypeError(f"{call}: got an unknown parameter {name!r}, allowed {', '.join(allowed)}")
             if value is not None:
-                self._add(name, value)
+                self._add(name, value, rows)
         if "targets" in allowed and "targets" not in self._rows:
             raise InvalidArgument(f"targets: got none, allowed {rows} (rows)")
         self._check(rows)
 
-    def _add(self, name: str, value: Any) -> None:
+    def _add(self, name: str, value: Any, rows: int) -> None:
         if name == "allowed_tokens":
             self._single[name] = _mask(value, self._vocab)
+        elif name == "seeds":
+            self._rows["seed"] = spread_seeds(_arrays.one(name, value, self._codec.dtype("seed")), rows)
         elif name == "logit_bias":
             count, ids, biases = _biases(value)
             self._lists["logit_bias_count"] = count, {"logit_bias_ids": ids, "logit_bias": biases}
@@ -154,17 +168,18 @@ def words(name: str, value: Any, allowed: Mapping[str, int]) -> np.ndarray:
 
 
 def _mask(value: Any, vocab: Optional[int]) -> np.ndarray:
-    """[M, V] or [V] of bool as words of 32 bits, least significant first; words (uint32) stay as they are."""
+    """[M, V] or [V] of bool as words of 32 bits, least significant first; words (uint32 or int32) stay as they are."""
     array = _arrays.as_numpy("allowed_tokens", value)
     wide, width = ("V", "ceil(V / 32)") if vocab is None else (str(vocab), str(-(-vocab // 32)))
     fits = vocab is None or array.shape[-1:] == ((vocab,) if array.dtype == np.bool_ else (-(-vocab // 32),))
-    if array.dtype not in (np.bool_, np.uint32) or array.ndim not in (1, 2) or not fits:
+    kind = array.dtype.newbyteorder("=")
+    if kind not in (np.bool_, np.uint32, np.int32) or array.ndim not in (1, 2) or not fits:
         raise InvalidArgument(
             f"allowed_tokens: got shape {list(array.shape)} of {array.dtype}, allowed bool [{wide}] or [M, {wide}], or "
-            f"uint32 words [{width}] or [M, {width}]; of numbers that are 0 or 1 make bool first"
+            f"words [{width}] or [M, {width}] of uint32 or int32; of numbers that are 0 or 1 make bool first"
         )
-    if array.dtype == np.uint32:
-        return np.ascontiguousarray(array, "<u4").reshape(-1).view(np.uint8)
+    if array.dtype != np.bool_:
+        return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
     packed = np.packbits(np.atleast_2d(array), axis=1, bitorder="little")
     return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).reshape(-1)
 

@@ -30,7 +30,7 @@ from logitd._base import Base
 from logitd._calls import Call, Reply
 from logitd._rows import RowInput
 from logitd.arena import Arena
-from logitd.errors import Internal, LogitdError, Unavailable
+from logitd.errors import FailedPrecondition, Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
     AttentionBackwardResult,
@@ -57,16 +57,31 @@ Window = Tuple[Optional[int], Optional[int]]
 class AsyncClient(Base):
     """Client for asyncio: the same options, methods, results and errors, with `await`.
 
-    Make and use it in one event loop; tasks of it may call at the same time. A task that is cancelled cancels its call.
-    Messages are built, and answers taken apart, in the event loop.
+    It belongs to the event loop of its first call: calls in another one raise FailedPrecondition. Tasks of the loop may
+    call at the same time. A task that is cancelled cancels its call. Messages are built, and answers taken apart, in
+    the event loop.
     """
 
     _grpc = grpc.aio
+    _loop: Optional[asyncio.AbstractEventLoop] = None
+
+    def _check_place(self) -> None:
+        super()._check_place()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop, self._channel = loop, self._make_channel()
+        elif self._loop is not loop:
+            raise FailedPrecondition(
+                "client: got a call in a second event loop, allowed in the loop of its first call; make an AsyncClient in "
+                "each loop (every asyncio.run has a new one), or use logitd.Client"
+            )
 
     async def close(self) -> None:
         """Ends the connection and the calls on it."""
         self._closed = True
-        await self._channel.close()
+        if self._loop is not None:
+            self._check_place()
+            await self._channel.close()
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -344,6 +359,7 @@ class AsyncSampleStream:
     async def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
         """One request, as in Client.sample, without a deadline. Unavailable: the stream has ended; read has the
         reason. FailedPrecondition: after done()."""
+        self._client._check_place()
         if self._done:
             raise _calls.write_after_done()
         message, rows = self._client._stream_message(logits, params)
@@ -362,6 +378,7 @@ class AsyncSampleStream:
     async def read(self) -> Optional[SampleResult]:
         """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
         stream."""
+        self._client._check_place()
         call = await self._call()
         try:
             data = await call.read()

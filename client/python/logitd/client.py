@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -73,14 +74,16 @@ class Client(Base):
     exist is a TypeError. A NaN in a row, or a row without a token left to draw, is no error: look at the result's
     status.
 
-    Close it after use, or use it in a `with` statement. Calls after that raise FailedPrecondition.
+    Close it after use, or use it in a `with` statement. Calls after that raise FailedPrecondition, and so do calls in
+    a process that was forked from the client's. A pickled client, or a copy, is a new one with the same options.
     """
 
     _grpc = grpc
 
     def _made(self) -> None:
+        self._channel = self._make_channel()
         # At exit, gRPC waits for streams that its threads no longer carry. So the channel is closed before, while they do.
-        self._finalizer = weakref.finalize(self, self._channel.close)
+        self._finalizer = weakref.finalize(self, _close, self._channel, self._process)
 
     def close(self) -> None:
         """Ends the connection and the calls on it."""
@@ -111,7 +114,7 @@ class Client(Base):
         The steps: logit bias, penalties, mask of allowed tokens, temperature, min_p, top_k, top_p, draw.
         docs/semantics.md has every step to the bit.
 
-        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed` is required
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed`, or `seeds`, is required
             unless every temperature is 0.
         """
         return self._run(self._sample(logits, params))
@@ -407,6 +410,11 @@ class Client(Base):
         return replace(reply, seconds=time.monotonic() - start)
 
 
+def _close(channel: Any, process: int) -> None:
+    if os.getpid() == process:  # gRPC may hang in a process that was forked
+        channel.close()
+
+
 def _after(seconds: Optional[float], run: Callable[[], Any]) -> Optional[threading.Timer]:
     if seconds is None:
         return None
@@ -442,6 +450,7 @@ class SampleStream:
     def write(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> None:
         """One request, as in Client.sample, without a deadline. Unavailable: the stream has ended; read has the
         reason. FailedPrecondition: after done()."""
+        self._client._check_place()
         if self._done:
             raise _calls.write_after_done()
         message, rows = self._client._stream_message(logits, params)
@@ -466,6 +475,7 @@ class SampleStream:
     def read(self) -> Optional[SampleResult]:
         """The next answer; its round_trip counts from its write. None after the last one. Raises what ended the
         stream."""
+        self._client._check_place()
         if self._error is not None:
             raise self._error
         try:

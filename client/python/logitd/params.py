@@ -67,7 +67,11 @@ class SamplingParams(TypedDict, total=False):
     """Parameters of sample, sample_stream and verify."""
 
     seed: Ints
-    """Per row, 0 to 2^64-1. The same seed and position draw the same token. Required unless every temperature is 0."""
+    """Per row, 0 to 2^64-1. Equal rows with the same seed and position draw the same token, so one seed for all rows
+    draws equal rows alike: give one per row, or `seeds`. Required, or `seeds`, unless every temperature is 0."""
+    seeds: Int
+    """In place of seed: one number, 0 to 2^64-1, from which each row gets a seed of its own: row i the output i of
+    SplitMix64 started at the number. docs/semantics.md has the formula."""
     position: Ints
     """Per row, 0 to 2^64-1. Place in the seed's sequence, e.g. the tokens drawn so far; default 0."""
     temperature: Floats
@@ -95,8 +99,8 @@ class SamplingParams(TypedDict, total=False):
     extra_ids: TokenLists
     """Token ids whose log-probabilities to report."""
     allowed_tokens: Union[Sequence[bool], Sequence[Sequence[bool]], Array]
-    """bool [V] or [M, V], True where a token is allowed; or uint32 words [M, ceil(V / 32)], least significant bit
-    first."""
+    """bool [V] or [M, V], True where a token is allowed; or words [M, ceil(V / 32)] of uint32 or int32, least
+    significant bit first."""
     allowed_tokens_mask: Ints
     """Per row, which of the M masks holds; -1: every token is allowed. Not needed where M is 1 or N."""
     want_rank: Union[bool, Sequence[bool], Array]
