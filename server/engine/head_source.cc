@@ -530,9 +530,8 @@ absl::StatusOr<Choice> ChooseKnown(const HeadTensors& tensors, Settings& setting
   LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, head));
   if (ties == true && !embeddings.empty()) {
     warnings->push_back(absl::StrFormat(
-        "%s is true%s, and there are %s and %s. The first is the head here, and in transformers 5 "
-        "if "
-        "the two differ; in transformers 4 the second is",
+        "%s is true%s, and there are %s and %s. The first is the head here, and in transformers "
+        "5 if the two differ; in transformers 4 the second is",
         settings.TiesKey(), settings.Stated(settings.TiesKey()) == true ? "" : " by default", head,
         embeddings));
   }
