@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unittest
 
+import grpc
 import logitd
 import numpy as np
 from harness import ServerTestCase, run
@@ -20,8 +21,9 @@ import numpy as np
 
 rows = np.zeros((2, 10), np.float32)
 client = logitd.Client(sys.argv[1])
-if "used" in sys.argv:
+if "used" in sys.argv or "stream" in sys.argv:
     client.top_k(rows, k=1)
+if "stream" in sys.argv:
     stream = client.sample_stream()
 
 def say(call):
@@ -34,7 +36,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(30)  # it must not stay where gRPC hangs
     say(lambda: client.top_k(rows, k=1))
-    if "used" in sys.argv:
+    if "stream" in sys.argv:
         say(lambda: stream.write(rows, seed=1))
         say(stream.read)
     client.close()
@@ -43,6 +45,8 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 say(lambda: client.top_k(rows, k=1).indices.dense().tolist())
 """
+# The fork handlers of Debian 12's gRPC crash the parent where a stream is open.
+CRASHES = grpc.__version__.startswith("1.51.")
 REFUSED = "client: got a call in a process that was forked from the client's, allowed in the client's own"
 
 
@@ -88,7 +92,9 @@ class ForkTest(ServerTestCase):
         return done.stdout.splitlines()
 
     def test_a_client_is_refused_after_a_fork_and_a_new_one_works(self):
-        for arguments, calls in ((["used"], 3), ([], 1)):
+        for arguments, calls in ((["used"], 1), ([], 1), (["stream"], 3)):
+            if arguments == ["stream"] and CRASHES:
+                continue
             lines = self.said(*arguments)
             self.assertEqual(len(lines), calls + 2)
             for line in lines[:calls]:
@@ -99,9 +105,9 @@ class ForkTest(ServerTestCase):
     def test_a_new_client_is_refused_where_it_would_hang(self):
         for setting in ("0", "false"):
             lines = self.said("used", GRPC_ENABLE_FORK_SUPPORT=setting)
-            self.assertIn("client: got made in a process that was forked after gRPC was in use, with", lines[3])
-            self.assertIn(f"GRPC_ENABLE_FORK_SUPPORT={setting}, allowed without this setting", lines[3])
-            self.assertEqual(lines[4:], ["[[0], [0]]"])
+            self.assertIn("client: got made in a process that was forked after gRPC was in use, with", lines[1])
+            self.assertIn(f"GRPC_ENABLE_FORK_SUPPORT={setting}, allowed without this setting", lines[1])
+            self.assertEqual(lines[2:], ["[[0], [0]]"])
 
 
 class LoopTest(ServerTestCase):
