@@ -238,6 +238,7 @@ def main():
         "num_layers": 1,
         "bos_token_id": corpus.BOS,
         "tie_embeddings": True,
+        "tie_word_embeddings": True,  # the server's name for it
     }
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     text = json.dumps([corpus.to_json_string(t) for t in vocab], ensure_ascii=True, indent=0)

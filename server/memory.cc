@@ -1,12 +1,29 @@
 #include "server/memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_format.h"
+#include "server/rpc/rpc_server.h"
 
 namespace logitd {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+// Scratch of a CPU stream that uses a head.
+constexpr int64_t kHeadScratch = 64 * kMiB;
+// Parameters and padding of a row, in a slab.
+constexpr int64_t kSlabRowBytes = 168;
+// The program, its threads, gRPC's own state, what malloc keeps.
+constexpr int64_t kProcess = 200 * kMiB;
+
+}  // namespace
+
+int64_t MachineMemory() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE); }
 
 int64_t UsableMemory(int64_t machine_bytes, const std::string& proc, const std::string& groups) {
   int64_t least = machine_bytes;
@@ -23,6 +40,31 @@ int64_t UsableMemory(int64_t machine_bytes, const std::string& proc, const std::
     }
   }
   return least;
+}
+
+std::string HostMemory::Text(int64_t usable_bytes) const {
+  const auto mib = [](int64_t bytes) { return (bytes + kMiB - 1) / kMiB; };
+  return absl::StrFormat(
+      "host memory: at most %d MiB of %d, which the process may use: slabs %d, messages %d, heads "
+      "%d, their scratch %d, leases %d, process %d%s",
+      mib(Sum()), usable_bytes / kMiB, mib(slabs), mib(messages), mib(heads), mib(head_scratch),
+      mib(leases), mib(process),
+      Sum() <= usable_bytes ? "" : "; lower --max-head-bytes or --max-held-bytes");
+}
+
+HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t max_head_bytes) {
+  const int64_t streams = int64_t{config.streams} * devices;
+  HostMemory most = {
+      .slabs = streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows),
+      .messages = rpc::TransportBytes(config.max_held_bytes),
+      .process = kProcess};
+  if (cpu) {
+    most.heads = max_head_bytes * devices;
+    most.head_scratch = streams * kHeadScratch;
+  } else if (!config.arena_listen.empty()) {
+    most.leases = config.max_arena_bytes;
+  }
+  return most;
 }
 
 }  // namespace logitd

@@ -144,9 +144,8 @@ std::vector<int> NumbersOf(const engine::Devices& devices) {
 // is ends the process instead of failing the load.
 int64_t MaxHeadBytes(const Config& config, const engine::Devices& devices) {
   if (config.max_head_bytes > 0) return config.max_head_bytes;
-  const DeviceInfo& device = devices.info(0);
-  if (device.backend != "cpu") return std::numeric_limits<int64_t>::max();
-  return UsableMemory(device.memory_bytes) / 2 / devices.count();
+  if (devices.info(0).backend != "cpu") return std::numeric_limits<int64_t>::max();
+  return UsableMemory(MachineMemory()) / 2 / devices.count();
 }
 
 // Makes the devices, and the engine on them.
@@ -301,6 +300,14 @@ rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
           .keepalive_time = config.keepalive_time};
 }
 
+void LogHostMemory(const Config& config, const engine::Devices& devices) {
+  const HostMemory most = MostHostMemory(config, devices.info(0).backend == "cpu", devices.count(),
+                                         MaxHeadBytes(config, devices));
+  const int64_t usable = UsableMemory(MachineMemory());
+  spdlog::log(most.Sum() <= usable ? spdlog::level::info : spdlog::level::warn, "{}",
+              most.Text(usable));
+}
+
 absl::Status StartServer(const Config& config, Parts& parts) {
   const int64_t base_bytes = ResidentBytes();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
@@ -315,6 +322,7 @@ absl::Status StartServer(const Config& config, Parts& parts) {
   parts.rechecked = parts.server.get();
   if (parts.arenas != nullptr) parts.arenas->ServeRings(parts.server->ring_service(), parts.cores);
   parts.files->Start();
+  LogHostMemory(config, *parts.devices);
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
   spdlog::info("listening on {}", absl::StrJoin(parts.server->listening(), " "));
   return absl::OkStatus();

@@ -3,21 +3,18 @@
 #include <utility>
 
 #include "absl/base/config.h"
+#include "server/memory.h"
 
 namespace logitd {
 namespace {
 
-// Memory of a CPU stream that uses a head.
-constexpr int64_t kHeadScratch = int64_t{64} << 20;
 // What the process itself needs beyond its start: threads, what malloc keeps.
 // AddressSanitizer keeps freed memory, and it and ThreadSanitizer keep shadows of all memory.
 #if defined(ABSL_HAVE_ADDRESS_SANITIZER) || defined(ABSL_HAVE_THREAD_SANITIZER)
 constexpr int64_t kProcessGrowth = int64_t{16} << 30;
 #else
-constexpr int64_t kProcessGrowth = int64_t{320} << 20;
+constexpr int64_t kProcessGrowth = int64_t{64} << 20;
 #endif
-// Parameters and padding of a row, in a slab.
-constexpr int64_t kSlabRowBytes = 168;
 
 }  // namespace
 
@@ -27,18 +24,15 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
                                          const arena::Leases& leases, rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
-  const int64_t streams = int64_t{config.streams} * devices.count();
-  const int64_t slabs =
-      streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows);
+  const HostMemory most = MostHostMemory(config, cpu, devices.count(), /*max_head_bytes=*/0);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
   const auto device_growth = [=, &metrics]() -> int64_t {
     if (!cpu) return 0;
     const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
-    const int64_t scratch = heads > 0 ? streams * kHeadScratch : 0;
-    return slabs + heads - heads_at_start + scratch;
+    const int64_t scratch = heads > 0 ? most.head_scratch : 0;
+    return most.slabs + heads - heads_at_start + scratch;
   };
-  const int64_t messages =
-      config.max_held_bytes + config.max_connection_bytes + kProcessGrowth;
+  const int64_t messages = most.messages + kProcessGrowth;
   const auto limit = [=] { return base + device_growth() + messages; };
   return std::make_unique<MemoryWatch>(
       MemoryWatchOptions{

@@ -331,6 +331,11 @@ std::string Table(const HeadsOutput& output) {
       absl::StrAppendFormat(&out, "warning: %s: %s\n", head.name(), warning);
     }
   }
+  for (const v1::Head& head : output.heads) {
+    for (const std::string& warning : head.warnings()) {
+      absl::StrAppendFormat(&out, "warning: head %s: %s\n", head.name(), warning);
+    }
+  }
   return out;
 }
 

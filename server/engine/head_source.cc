@@ -176,7 +176,7 @@ class Settings {
     if (value != nullptr && *value != formats::JsonValue(false)) Fail(key, *value, "false");
   }
 
-  std::string Text(const char* key) {
+  std::string Text(const char* key) const {
     const formats::JsonValue* value = Find(key);
     const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
     return text != nullptr ? *text : "";
@@ -203,12 +203,14 @@ class Settings {
     return stated;
   }
 
+  // The key that says whether the embeddings are the head.
+  const char* TiesKey() const {
+    return Text("model_type").starts_with(kLfm2) && Has(kOtherTies) ? kOtherTies : kTies;
+  }
+
   // Whether the embeddings are the head; nothing if neither the settings nor the model_type tell.
   std::optional<bool> Ties() {
-    if (Text("model_type").starts_with(kLfm2)) {
-      if (const std::optional<bool> stated = Stated(kOtherTies)) return stated;
-    }
-    if (const std::optional<bool> stated = Stated(kTies)) return stated;
+    if (const std::optional<bool> stated = Stated(TiesKey())) return stated;
     for (const char* object : kPlaces) {
       const auto it = fields_.find({object, "model_type"});
       const auto* type = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;
@@ -461,63 +463,79 @@ absl::Status CheckNotQuantised(const HeadTensors& tensors, const Settings& setti
                                                      QuantisedText(*part, settings)));
 }
 
-// The error of a model that does not tie its embeddings, or of which that is not known, and that has
-// no head: what is missing, what is there, and what of it is a quantised head.
-absl::Status NoHead(const HeadTensors& tensors, Settings& settings) {
-  const std::optional<bool> stated = settings.Stated(kTies);
-  const std::string type = settings.Text("model_type");
-  std::string got = stated.has_value() ? (*stated ? "true" : "false") : "none";
-  if (!stated.has_value() && !type.empty()) {
-    absl::StrAppend(&got, settings.Ties().has_value() ? ", which is false" : ", which is not known",
-                    " for model_type ", formats::Shown(type));
-  }
+// For an error text: the tensors that are a head's, those that are there, and the quantised head
+// among them.
+std::string LookedFor(const HeadTensors& tensors, const Settings& settings) {
   const std::optional<QuantisedPart> part = tensors.QuantisedHead();
-  return FileError(
-      settings.where(),
-      absl::StrFormat("%s: got %s, allowed true if there is no head; looked for %s; there: %s%s",
-                      kTies, got, HeadTensors::HeadNames(), tensors.Listed(),
-                      part.has_value() ? absl::StrCat("; ", QuantisedText(*part, settings)) : ""));
+  return absl::StrFormat(
+      "looked for %s; there: %s%s", HeadTensors::HeadNames(), tensors.Listed(),
+      part.has_value() ? absl::StrCat("; ", QuantisedText(*part, settings)) : "");
 }
 
-// A head of its own, or the embeddings if the model ties them.
+// The error of a model that has no head and does not tie its embeddings, or for which that is not
+// known.
+absl::Status NotTied(const HeadTensors& tensors, Settings& settings) {
+  const char* const key = settings.TiesKey();
+  const std::string type = settings.Text("model_type");
+  std::string got = "none";
+  if (settings.Stated(key).has_value()) {
+    got = "false";
+  } else if (settings.Ties().has_value()) {
+    absl::StrAppend(&got, ", which means false for model_type ", formats::Shown(type));
+  } else if (!type.empty()) {
+    absl::StrAppend(&got, ", and the default of model_type ", formats::Shown(type),
+                    " is not known");
+  }
+  return FileError(settings.where(),
+                   absl::StrFormat("%s: got %s, allowed true if there is no head; %s", key, got,
+                                   LookedFor(tensors, settings)));
+}
+
+// The embeddings, if the model ties them. Without a model_type it is taken to do so, since nothing
+// says otherwise.
+absl::StatusOr<Choice> ChooseEmbeddings(const HeadTensors& tensors, Settings& settings,
+                                        std::vector<std::string>* warnings) {
+  const std::optional<bool> ties = settings.Ties();
+  const std::optional<QuantisedPart> part = tensors.QuantisedHead();
+  const std::string embeddings = tensors.Embeddings();
+  if (!ties.has_value() && settings.Text("model_type").empty() && !part.has_value()) {
+    warnings->push_back(absl::StrFormat(
+        "%s is taken as the head: there is no other one, and neither %s nor a model_type is stated",
+        embeddings, kTies));
+  } else if (ties != true) {
+    return NotTied(tensors, settings);
+  }
+  LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, embeddings));
+  if (part.has_value()) {
+    warnings->push_back(
+        absl::StrFormat("%s is true, so %s is the head; %s, of a quantised head, is not read",
+                        settings.TiesKey(), embeddings, part->name));
+  }
+  return Choice{embeddings, tensors.OfHead("bias")};
+}
+
+// A head of its own, or the embeddings. Without both, nothing.
 absl::StatusOr<Choice> ChooseKnown(const HeadTensors& tensors, Settings& settings,
                                    std::vector<std::string>* warnings) {
   const std::optional<bool> ties = settings.Ties();
   LOGITD_RETURN_IF_ERROR(settings.status());
   const std::string head = tensors.OfHead("weight");
   const std::string embeddings = tensors.Embeddings();
-  if (!head.empty()) {
-    LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, head));
-    if (ties == true && !embeddings.empty()) {
-      warnings->push_back(absl::StrFormat(
-          "%s is true%s, and there is also %s. It is taken, as transformers 5 does if it differs "
-          "from "
-          "%s; transformers 4 takes the latter",
-          kTies, settings.Stated(kTies) == true ? "" : " by default", head, embeddings));
-    }
-    return Choice{head, BiasOf(head)};
+  if (head.empty() && !embeddings.empty()) return ChooseEmbeddings(tensors, settings, warnings);
+  if (head.empty()) {
+    if (!tensors.QuantisedHead().has_value()) return Choice{};
+    return FileError(settings.where(),
+                     absl::StrCat("head: got none; ", LookedFor(tensors, settings)));
   }
-  if (embeddings.empty()) {
-    if (const auto part = tensors.QuantisedHead()) return NoHead(tensors, settings);
-    return Choice{};
-  }
-  const std::optional<QuantisedPart> part = tensors.QuantisedHead();
-  const bool guess = !ties.has_value() && settings.Text("model_type").empty() && !part.has_value();
-  if (ties != true && !guess) return NoHead(tensors, settings);
-  LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, embeddings));
-  if (guess) {
+  LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, head));
+  if (ties == true && !embeddings.empty()) {
     warnings->push_back(absl::StrFormat(
-        "%s is taken as the head, and nothing says that the model ties its embeddings; %s: true "
-        "would",
-        embeddings, kTies));
+        "%s is true%s, and there are %s and %s. The first is the head here, and in transformers "
+        "5 if the two differ; in transformers 4 the second is",
+        settings.TiesKey(), settings.Stated(settings.TiesKey()) == true ? "" : " by default", head,
+        embeddings));
   }
-  if (part.has_value()) {
-    warnings->push_back(
-        absl::StrFormat("%s is true: the head is %s, and %s of a quantised one "
-                        "is not read",
-                        kTies, embeddings, part->name));
-  }
-  return Choice{embeddings, tensors.OfHead("bias")};
+  return Choice{head, BiasOf(head)};
 }
 
 // The only matrix of a file without a known name.

@@ -87,9 +87,10 @@ bool OneLine(std::string_view text) {
                      [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
 }
 
-// For the text of an error: the dtypes of quantised weights.
+// For the text of an error, after the dtype of a weight.
 const char* QuantisedType(std::string_view dtype) {
-  if (dtype.starts_with("F8") || dtype.starts_with("F6") || dtype.starts_with("F4")) {
+  if (dtype.starts_with("F8")) return "; a weight quantised to fp8 is not read";
+  if (dtype.starts_with("F6") || dtype.starts_with("F4")) {
     return "; a weight quantised to small floats is not read";
   }
   const bool integers = dtype.starts_with("I") || dtype.starts_with("U");

@@ -134,6 +134,27 @@ TEST_F(HeadsClientTest, LogitctlPrintsTablesForPeople) {
   EXPECT_EQ(Heads({"list"}).out, "no heads loaded\n");
 }
 
+TEST_F(HeadsClientTest, WarningsOfALoadAreShown) {
+  std::filesystem::create_directory(dir_.path("new"));
+  dir_.Write("new/model.safetensors", SmallHead());
+  dir_.Write("new/model.safetensors.index.json", "{}");
+  dir_.Write("new/config.json", R"({"model_type": "never_seen"})");
+  v1::LoadHeadRequest request;
+  request.set_name("a");
+  request.set_path("new");
+  const auto head = client_->LoadHead(request);
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_THAT(head->warnings(), ElementsAre(HasSubstr("model.safetensors is taken"),
+                                            HasSubstr("model_type 'never_seen' is not known")));
+  EXPECT_EQ(client_->GetHead("start")->warnings_size(), 0);
+  for (const char* shown : {"\nwarning: head a: the folder has model.safetensors and",
+                            "\nwarning: head a: model_type 'never_seen'"}) {
+    EXPECT_THAT(Heads({"get", "a"}).out, HasSubstr(shown));
+  }
+  const Ran list = Heads({"list", "--format", "json"});
+  EXPECT_THAT(list.out, AllOf(HasSubstr(R"("warnings":["the folder)"), HasSubstr("never_seen")));
+}
+
 TEST_F(HeadsClientTest, LogitctlLoadsAHeadInShards) {
   const Ran load = Heads({"load", "a", "small.safetensors", "--shard"});
   ASSERT_EQ(load.code, 0) << load.err;

@@ -14,10 +14,11 @@ import tempfile
 import unittest
 
 from haproxy_test import python_client
-from processes import program
+from processes import Logitd, program, stated_memory
 from tools import ROOT
 
 PAGES = ("README.md", "docs/deploying.md")  # their blocks run here
+CPU_OVERLAY = "deploy/kubernetes/overlays/cpu/device.yaml"
 CHECKED = (*PAGES, "docs/python.md", "docs/operations.md")
 BLOCK = re.compile(r"^```(sh|python) *(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -69,6 +70,20 @@ class DocsTest(unittest.TestCase):
                 for line in block.splitlines():
                     if "pip install" in line:
                         self.assertRegex(line, r"venv/bin/pip install", f"{page}: {how}")
+
+    def test_the_memory_that_a_container_needs_is_what_the_server_states(self):
+        with tempfile.TemporaryDirectory() as name:
+            server = Logitd(pathlib.Path(name), "server")
+            memory = stated_memory(server.log)
+            self.assertEqual(server.stop(), 0)
+        parts = [memory[part] for part in ("slabs", "messages", "their scratch", "process")]
+        rest = memory["sum"] - memory["heads"]
+        share = 1 / round(memory["usable"] / memory["heads"])  # of any memory, by default
+        with_heads = round(rest / (1 - share))
+        text = " ".join((ROOT / "docs/operations.md").read_text().split())
+        self.assertIn(f"{' + '.join(map(str, parts))} = {rest} MiB without heads, and {with_heads} MiB with them", text)
+        (limit,) = re.findall(r"limits: \{memory: (\d+)Gi\}", (ROOT / CPU_OVERLAY).read_text())
+        self.assertIn(f"the CPU overlay of Kubernetes has {limit} GiB", text)
 
     def run_page(self, page):
         program("haproxy")

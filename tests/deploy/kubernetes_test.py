@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import yaml
+from processes import stated_memory
 from tools import ROOT, certificate, kustomize, python_with, run, wait_for
 
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -19,7 +20,7 @@ OVERLAYS = ("cpu", "gpu")
 # The oldest with what we use (a preStop of the kubelet's own), and the newest that the validator knows.
 OLDEST = "1.30"
 HANG_SECONDS = 5  # docs/operations.md: a slice that hangs ends the process after the drain's grace and these
-UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 # Unknown fields vanish in the models: what comes out differs from what went in.
 MODEL_CHECK = """
@@ -160,32 +161,21 @@ class KubernetesTest(unittest.TestCase):
             drain = int(named(self.built[overlay], "ConfigMap")["data"]["LOGITD_DRAIN_GRACE"].rstrip("s"))
             self.assertGreater(spec["terminationGracePeriodSeconds"], sleep + drain + HANG_SECONDS)
 
-    def test_memory_limit_covers_what_the_server_may_hold(self):
-        """The sum of docs/operations.md, "A container needs", with the numbers that stand there."""
-        page = " ".join((ROOT / "docs/operations.md").read_text().split())
-        held_share, transport, process = re.search(
-            r"A container needs: the slabs of all devices \+ ([\d.]+) x `--max-held-bytes` \+ (\d+) MiB \+ the heads of a "
-            r"CPU server \+ about (\d+) MiB for the process",
-            page,
-        ).groups()
-        row_bytes = int(re.search(r"(\d+) B of parameters and padding for each of `--max-batch-rows`", page)[1])
-        self.assertIn("Its default on the CPU is half of the machine's memory, or of the container's limit", page)
-        usage = run(os.environ["LOGITD_BINARY"], "--help")
-        flags = ("streams", "slab-bytes", "max-held-bytes", "max-batch-rows", "max-head-bytes")
-        default = {flag: re.search(rf"--{flag} \(.*?\)=(\w+) ", usage)[1] for flag in flags}
-        for overlay in OVERLAYS:
-            flags = named(self.built[overlay], "ConfigMap")["data"]
-            value = {f: size(flags.get("LOGITD_" + f.upper().replace("-", "_"), d)) for f, d in default.items()}
-            resources = self.container(overlay)["resources"]
-            limit = size(resources["limits"]["memory"])
-            need = value["streams"] * 2 * (2 * value["slab-bytes"] + row_bytes * value["max-batch-rows"])
-            need += float(held_share) * value["max-held-bytes"] + (int(transport) + int(process) << 20)
-            if overlay == "cpu":
-                need += value["max-head-bytes"] or limit // 2
-            self.assertGreaterEqual(limit, need, overlay)
-            self.assertEqual(resources["limits"]["memory"], resources["requests"]["memory"])  # the sum is really used
+    def check_memory(self, overlay, log):
+        """The container has the sum that the server states."""
+        resources = self.container(overlay)["resources"]
+        self.assertEqual(resources["limits"]["memory"], resources["requests"]["memory"])  # the sum is really used
+        memory = stated_memory(log)
+        need, heads = memory["sum"], memory["heads"]
+        limit = size(resources["limits"]["memory"]) >> 20
+        flags = named(self.built[overlay], "ConfigMap")["data"]
+        if flags["LOGITD_BACKEND"] == "cuda":  # here it ran on the CPU
+            need -= heads + memory["their scratch"]
+        elif "LOGITD_MAX_HEAD_BYTES" not in flags:  # by default, a share of what the process may use
+            need += heads * limit / memory["usable"] - heads
+        self.assertLessEqual(need, limit)
 
-    def test_the_container_serves_with_the_secrets(self):
+    def test_the_container_serves_with_the_secrets_and_has_the_memory(self):
         with tempfile.TemporaryDirectory() as scratch:
             place = pathlib.Path(scratch)
             secrets = place / "secrets"
@@ -246,6 +236,7 @@ class KubernetesTest(unittest.TestCase):
             secret.write_text(token)
             info = run(logitctl, "info", "--addr", address, "--tls-ca", authority, "--token-file", secret)
             self.assertIn("CPU", info.upper())
+            self.check_memory(overlay, log.read_text())
         finally:
             server.send_signal(signal.SIGTERM)
             code = server.wait(timeout=60)

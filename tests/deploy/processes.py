@@ -78,6 +78,13 @@ class Logitd(Process):
         self.metrics = self.wait_for("metrics", lambda: re.search(r"metrics on \S*?(127\.0\.0\.1:\d+)", self.log))[1]
 
 
+def stated_memory(log):
+    """The most host memory by a server's log, in MiB: `sum`, `usable`, and each part by its name."""
+    line = re.search(r"host memory: at most (\d+) MiB of (\d+), which the process may use: ([^;\"\n]*)", log)
+    parts = {name: int(mib) for name, mib in re.findall(r"([a-z ]+?) (\d+)(?:, |$)", line[3])}
+    return {"sum": int(line[1]), "usable": int(line[2]), **parts}
+
+
 def load(place, address, *flags, name="load"):
     """load_bench against `address`."""
     return Process(place, name, os.environ["LOAD_BENCH_BINARY"], "--addr", address, *flags)

@@ -1,6 +1,6 @@
-// Heads of the models of transformers, as it saves them: the logits of a loaded head are those that
-// transformers computes. families.json has the saved files (see write_families.py), and
-// write_heads.py writes them out.
+// Heads of the models of transformers, as its versions 4 and 5 save them: the logits of a loaded head
+// are those that transformers computes. families_4.json and families_5.json have the saved files (see
+// write_families.py), and write_heads.py writes them out.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ namespace logitd::engine {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 // What transformers gave.
 struct Expected {
@@ -91,38 +93,54 @@ TEST_F(HeadFamiliesTest, LogitsAreThoseOfTransformersOrTheHeadIsRefused) {
       {"modernbert-decoder", "tensor 'lm_head.dense.weight': got one"},
       {"roberta", "tensor 'lm_head.dense.weight': got one"},
   };
-  int loaded = 0;
-  std::set<std::string> seen;
-  for (const auto& entry : std::filesystem::directory_iterator(files_ + "/families")) {
-    const std::string name = entry.path().filename();
-    SCOPED_TRACE(name);
-    EXPECT_TRUE(IsSurveyed(name));
-    const auto head =
-        heads_.Load({.name = name, .path = entry.path()}, [](const HeadProgress&) { return true; });
-    if (const auto it = refused.find(name); it != refused.end()) {
-      EXPECT_THAT(std::string(head.status().message()), HasSubstr(it->second));
-      seen.insert(name);
-      continue;
+  for (const auto& [version, least] : std::map<std::string, int>{{"4", 60}, {"5", 69}}) {
+    int loaded = 0;
+    std::set<std::string> seen;
+    for (const auto& entry : std::filesystem::directory_iterator(files_ + "/families/" + version)) {
+      const std::string name = entry.path().filename();
+      SCOPED_TRACE(absl::StrCat(name, " of transformers ", version));
+      const auto head =
+          heads_.Load({.name = absl::StrCat(name, ".", version), .path = entry.path()},
+                      [](const HeadProgress&) { return true; });
+      if (const auto it = refused.find(name); it != refused.end()) {
+        EXPECT_THAT(std::string(head.status().message()), HasSubstr(it->second));
+        seen.insert(name);
+        continue;
+      }
+      if (!head.ok()) {
+        ADD_FAILURE() << head.status();
+        continue;
+      }
+      EXPECT_THAT((*head)->info().warnings, IsEmpty());
+      const Expected expected((entry.path() / "expected.txt").string());
+      ASSERT_TRUE(expected.good);
+      const HeadView& view = (*head)->view();
+      ASSERT_EQ(view.weight.dtype, DType::kF32);
+      ASSERT_EQ(view.hidden(), static_cast<int64_t>(expected.hidden));
+      ASSERT_EQ(view.vocab(), static_cast<int64_t>(expected.vocab));
+      const float largest =
+          std::abs(*std::max_element(expected.logits.begin(), expected.logits.end(),
+                                     [](float a, float b) { return std::abs(a) < std::abs(b); }));
+      EXPECT_GT(largest, 0.05);  // zeros would pass with any weight
+      EXPECT_LE(WorstError(view, expected), 1e-5 * (1 + largest));
+      ++loaded;
     }
-    if (!head.ok()) {
-      ADD_FAILURE() << head.status();
-      continue;
-    }
-    const Expected expected((entry.path() / "expected.txt").string());
-    ASSERT_TRUE(expected.good);
-    const HeadView& view = (*head)->view();
-    ASSERT_EQ(view.weight.dtype, DType::kF32);
-    ASSERT_EQ(view.hidden(), static_cast<int64_t>(expected.hidden));
-    ASSERT_EQ(view.vocab(), static_cast<int64_t>(expected.vocab));
-    const float largest =
-        std::abs(*std::max_element(expected.logits.begin(), expected.logits.end(),
-                                   [](float a, float b) { return std::abs(a) < std::abs(b); }));
-    EXPECT_GT(largest, 0.05);  // zeros would pass with any weight
-    EXPECT_LE(WorstError(view, expected), 1e-5 * (1 + largest));
-    ++loaded;
+    EXPECT_EQ(seen.size(), refused.size());
+    EXPECT_GE(loaded, least);
   }
-  EXPECT_EQ(seen.size(), refused.size());
-  EXPECT_GE(loaded, 60);
+}
+
+TEST_F(HeadFamiliesTest, EmbeddingsAreTiedByDefaultWhereTransformersTiesThem) {
+  std::ifstream file(files_ + "/ties.txt");
+  int types = 0;
+  std::string version, type;
+  for (bool tied; file >> version >> type >> tied; ++types) {
+    EXPECT_EQ(TiesByDefault(type), std::optional<bool>(tied))
+        << type << " of transformers " << version;
+  }
+  EXPECT_GE(types, 188 + 305);
+  EXPECT_EQ(TiesByDefault("never_seen"), std::nullopt);
+  EXPECT_EQ(TiesByDefault(""), std::nullopt);
 }
 
 }  // namespace

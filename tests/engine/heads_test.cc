@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "server/engine/metrics.h"
 #include "tests/engine/heads_fixture.h"
@@ -287,7 +288,7 @@ TEST_F(HeadsTest, ABadHeadIsRefusedWithItsReasonAndLeavesNothing) {
   }
 }
 
-TEST_F(HeadsTest, AModelThatIsNotKnownIsLoadedWithAWarning) {
+TEST_F(HeadsTest, WarningsOfALoadAreInItsAnswerAndInTheLog) {
   const auto logged = [&](const std::string& model_type, const std::string& more = "") {
     const std::string folder = absl::StrCat(files_, "/typed");
     std::filesystem::create_directories(folder);
@@ -302,13 +303,19 @@ TEST_F(HeadsTest, AModelThatIsNotKnownIsLoadedWithAWarning) {
     const auto head = Load(Request("typed"));
     spdlog::set_default_logger(usual);
     EXPECT_TRUE(head.ok()) << head.status();
+    for (const std::string& warning : (*head)->info().warnings) {
+      EXPECT_THAT(text.str(), HasSubstr("head h: " + warning + "\n"));
+    }
     EXPECT_TRUE(heads_.Unload("h").ok());
-    return text.str();
+    return absl::StrJoin((*head)->info().warnings, "\n");
   };
   EXPECT_THAT(logged("llama"), Not(HasSubstr("is not known")));
   EXPECT_THAT(logged("bailing", ", \"norm_head\": false"),
-              HasSubstr("head h: model_type 'bailing' is not known"));
+              HasSubstr("model_type 'bailing' is not known"));
   EXPECT_THAT(logged("qwen99"), AllOf(HasSubstr("'qwen99' is not known"), HasSubstr("lm_head")));
+  std::ofstream(files_ + "/typed/model.safetensors.index.json") << "{}";
+  EXPECT_THAT(logged("qwen99"),
+              AllOf(HasSubstr("'qwen99' is not known"), HasSubstr("model.safetensors is taken")));
 }
 
 TEST_F(HeadsTest, AnInvalidRequestIsRefused) {

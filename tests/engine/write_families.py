@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Writes families.json: what transformers saves of the heads of its causal models, and the logits that it computes.
+"""Writes families_4.json or families_5.json: what transformers 4 or 5, whichever is installed, saves of the heads of its
+causal models, and the logits that it computes.
 
     write_families.py [--check] [FAMILY...]
 
 For every family, transformers makes a tiny model with random weights, saves it and runs it. The file has the saved
 config.json, names and shapes of the saved tensors outside the layers, the values of those that a head may need, the
-last hidden states and the logits. --check compares with the file instead: names, shapes and settings of today's
-transformers must be those of the file. Needs torch and transformers; exits with 77 without them.
+last hidden states and the logits; and for every model_type whether its embeddings are tied where that is not stated.
+--check compares with the file instead: names, shapes, settings and defaults of today's transformers must be those of the
+file. Needs torch and transformers; exits with 77 without them.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import warnings
 
-FAMILIES = pathlib.Path(__file__).resolve().parent / "families.json"
+HERE = pathlib.Path(__file__).resolve().parent
 
 # By model_type. The value changes settings from their defaults, so that a scale or a cap shows.
 WANTED = {
@@ -36,6 +38,15 @@ WANTED = {
     "roberta": {"is_decoder": True}, "rwkv": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
     "vaultgemma": {}, "xglm": {}, "xlnet": {},
 }
+# Multimodal models: the class, and the settings of the text and the vision model.
+NESTED = {
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", "siglip_vision_model"),
+    "llava": ("LlavaForConditionalGeneration", "llama", "clip_vision_model"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "pixtral"),
+    "paligemma": ("PaliGemmaForConditionalGeneration", "gemma", "siglip_vision_model"),
+}
+# One layer of it is not enough for transformers 4.
+NOT_IN_4 = ("qwen3_next",)
 VOCAB, HIDDEN = 24, 16
 # What makes a model tiny, where its configuration knows the key.
 TINY = {
@@ -53,6 +64,8 @@ TINY = {
     "time_step_rank": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 4,
     "mamba_n_groups": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }
+VISION = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+          "patch_size": 4, "projection_dim": HIDDEN}
 LAYER = re.compile(r"\.\d+\.")
 HEAD = re.compile(r"(lm_head|embed_out|output_projection|head|wte|word_embeddings|embed_tokens|embed_in|embeddings|tokens_embed|w|"
                   r"lm_loss|word_embedding)\.(weight|bias)$|final_logits_bias$")
@@ -64,13 +77,10 @@ def packed(tensor):
     return base64.b64encode(tensor.detach().to(torch.float32).contiguous().numpy().tobytes()).decode()
 
 
-def family(name, changes):
-    import torch
+def causal_model(name, changes):
     import transformers
-    from safetensors import safe_open
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    torch.manual_seed(7)
     config_class = transformers.AutoConfig.for_model(name).__class__
     known = set(transformers.AutoConfig.for_model(name).to_dict())
     arguments = {key: value for key, value in TINY.items() if key in known or key in config_class.attribute_map}
@@ -80,14 +90,34 @@ def family(name, changes):
             arguments[key] = [default[-1] if key == "layer_types" else default[0]]
     arguments.update(TWEAKS.get(name, {}))
     arguments.update(changes)
-    config = config_class(**arguments)
-    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])(config).eval()
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])(config_class(**arguments))
+
+
+def nested_model(name):
+    import transformers
+
+    model_class, *types = NESTED[name]
+    inner = []
+    for model_type, sizes in zip(types, ({**TINY, "layer_types": ["full_attention"]}, VISION)):
+        known = transformers.AutoConfig.for_model(model_type).to_dict()
+        inner.append({"model_type": model_type, **{key: value for key, value in sizes.items() if key in known}})
+    config_class = transformers.AutoConfig.for_model(name).__class__
+    return getattr(transformers, model_class)(config_class(text_config=inner[0], vision_config=inner[1]))
+
+
+def family(name):
+    import torch
+    from safetensors import safe_open
+
+    torch.manual_seed(7)
+    model = (nested_model(name) if name in NESTED else causal_model(name, WANTED[name])).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # a bias of zeros would hide whether it is added
             if not parameter.any() or parameter.std() < 0.3:
                 parameter.uniform_(-1, 1)
     states = []
-    for module in (model.base_model, getattr(model.base_model, "decoder", None)):
+    base = model.model if model.base_model is model else model.base_model
+    for module in (base, getattr(base, "decoder", None)):
         if module is not None:  # the outermost that runs is the last to be recorded
             module.register_forward_hook(lambda _, __, output: states.append(output[0]))
     ids = torch.tensor([[3, 9, 4]])
@@ -123,10 +153,36 @@ TWEAKS = {
 }
 
 
+def ties():
+    """By model_type, whether a configuration that does not state tie_word_embeddings has it. That of a multimodal model
+    is its text model's, unless the whole model's own says no. A type of text models that transformers only knows inside
+    others is tied where it is in all of them."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    tied = {}
+    for name in sorted(causal | set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)):
+        try:
+            config = CONFIG_MAPPING[name]()
+        except Exception:  # it needs arguments
+            continue
+        inner = config.get_text_config(decoder=True)
+        whole, text = (getattr(each, "tie_word_embeddings", None) for each in (config, inner))
+        tied[name] = bool(text) and whole is not False
+        if inner is not config and inner.model_type not in causal:
+            tied[inner.model_type] = tied.get(inner.model_type, True) and tied[name]
+    return tied
+
+
 def shape_of(family):
     """What a later transformers must not change: names and shapes of tensors, and the settings that a head reads."""
     keys = re.compile("logit|softcap|soft_cap|multiplier|tie_word|vocab_size|model_type|dim_model_base|rms_norm_eps")
-    return family["tensors"], {k: v for k, v in family["config"].items() if keys.search(k)}
+
+    def settings(config):
+        return {k: settings(v) if isinstance(v, dict) else v for k, v in config.items() if k == "text_config" or keys.search(k)}
+
+    return family["tensors"], settings(family["config"])
 
 
 def main():
@@ -142,20 +198,25 @@ def main():
     except ImportError as error:
         print(f"skipped: {error}")
         sys.exit(77)
-    stored = json.loads(FAMILIES.read_text()) if FAMILIES.exists() else {"families": {}}
-    if flags.check and transformers.__version__ != stored["transformers"]:
-        print(f"skipped: transformers is {transformers.__version__}, and {FAMILIES.name} is of {stored['transformers']}")
+    version = transformers.__version__
+    path = HERE / f"families_{version.split('.')[0]}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"transformers": "none", "families": {}}
+    if flags.check and version != stored["transformers"]:
+        print(f"skipped: transformers is {version}, and {path.name} is of {stored['transformers']}")
         sys.exit(77)
-    names = flags.families or list(WANTED)
-    made = {name: family(name, WANTED.get(name, {})) for name in names}
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    left_out = NOT_IN_4 if version.startswith("4.") else ()
+    names = flags.families or [name for name in (*WANTED, *NESTED) if name in known and name not in left_out]
+    made = {name: family(name) for name in names}
     if flags.check:
         wrong = [name for name in names if shape_of(made[name]) != shape_of(stored["families"][name])]
-        print(f"{len(names) - len(wrong)} families as stored; others: {', '.join(wrong) or 'none'}")
+        wrong += ["the defaults of tie_word_embeddings"] if ties() != stored["ties"] else []
+        print(f"{len(names)} families of transformers {version}; not as stored: {', '.join(wrong) or 'none'}")
         sys.exit(1 if wrong else 0)
     kept = stored["families"] if flags.families else {}
-    stored = {"transformers": transformers.__version__, "families": dict(sorted({**kept, **made}.items()))}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in stored["families"].items())
-    FAMILIES.write_text(f'{{"transformers": {json.dumps(stored["transformers"])}, "families": {{\n{lines}\n}}}}\n')
+    families = dict(sorted({**kept, **made}.items()))
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in families.items())
+    path.write_text(f'{{"transformers": {json.dumps(version)},\n"ties": {json.dumps(ties())},\n"families": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -101,22 +101,31 @@ def good(out):
 
 
 def families(out):
-    """What transformers saved of its models (see write_families.py), each with expected.txt: the sizes rows, hidden
-    and vocab, the last hidden states, and the logits that transformers computed from them."""
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "families.json"), encoding="utf-8") as file:
-        saved = json.load(file)["families"]
-    for name, family in saved.items():
-        def stored(key, shape):
-            size = 4 * math.prod(shape)
-            content = base64.b64decode(family["values"][key]) if key in family["values"] else b"\x01" * size
-            return "F32", shape, content
+    """What transformers 4 and 5 saved of their models (see write_families.py), each with expected.txt: the sizes rows,
+    hidden and vocab, the last hidden states, and the logits that transformers computed from them. ties.txt: a line with
+    the version, a model_type, and 1 if it ties its embeddings where that is not stated."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for version in ("4", "5"):
+        with open(os.path.join(here, f"families_{version}.json"), encoding="utf-8") as file:
+            saved = json.load(file)
+        with open(f"{out}/ties.txt", "a") as file:
+            file.writelines(f"{version} {name} {int(tied)}\n" for name, tied in saved["ties"].items())
+        for name, family in saved["families"].items():
+            write_family(f"{out}/families/{version}/{name}", family)
 
-        folder(f"{out}/families/{name}", family["config"], {key: stored(key, shape) for key, shape in family["tensors"].items()})
-        hidden, logits = (struct.unpack(f"<{len(data) // 4}f", data)
-                          for data in map(base64.b64decode, (family["hidden"], family["logits"])))
-        with open(f"{out}/families/{name}/expected.txt", "w") as file:
-            rows = family["rows"]
-            print(rows, len(hidden) // rows, len(logits) // rows, *hidden, *logits, file=file)
+
+def write_family(path, family):
+    def stored(key, shape):
+        size = 4 * math.prod(shape)
+        content = base64.b64decode(family["values"][key]) if key in family["values"] else b"\x01" * size
+        return "F32", shape, content
+
+    folder(path, family["config"], {key: stored(key, shape) for key, shape in family["tensors"].items()})
+    hidden, logits = (struct.unpack(f"<{len(data) // 4}f", data)
+                      for data in map(base64.b64decode, (family["hidden"], family["logits"])))
+    with open(f"{path}/expected.txt", "w") as file:
+        rows = family["rows"]
+        print(rows, len(hidden) // rows, len(logits) // rows, *hidden, *logits, file=file)
 
 
 def bad(out):

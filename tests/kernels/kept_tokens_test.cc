@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "tests/kernels/sample_cases.h"
 
 namespace logitd::testing {
@@ -22,6 +24,7 @@ TEST(KeptTokensTest, AShortTopKNeedsItsTokens) {
 
 TEST(KeptTokensTest, AGreedyRowNeedsOneWhateverItsTopK) {
   EXPECT_EQ(KeptTokens(Drawn(0, 0)), 1);
+  EXPECT_EQ(KeptTokens(Drawn(0, -1)), 1);
   EXPECT_EQ(KeptTokens(Drawn(0, 5000)), 1);
 }
 
@@ -36,7 +39,9 @@ TEST(KeptTokensTest, TopLogprobsNeedTheirTokens) {
 
 TEST(KeptTokensTest, ARowThatMayNeedAnyTokenHasNone) {
   EXPECT_EQ(KeptTokens(Drawn(1, 0)), 0);
+  EXPECT_EQ(KeptTokens(Drawn(1, -1)), 0);
   EXPECT_EQ(KeptTokens(Drawn(1, 129)), 0);
+  EXPECT_EQ(KeptTokens(Drawn(1, std::numeric_limits<int32_t>::max())), 0);
   SampleRow row = Drawn(1, 0);
   row.min_p = 0.5f;
   row.top_p = 0.5f;

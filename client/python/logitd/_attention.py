@@ -47,7 +47,7 @@ def shape_of(name: str, shape: Sequence[int]) -> Tuple[int, int, int, int]:
 def mask_of(value: Any, full: Tuple[int, int, int, int], dtype: Optional[str]) -> Mask:
     """bool: True masks a key. Floats: added after the scale."""
     array = _arrays.as_numpy("mask", value, bits=True)
-    if array.dtype.kind in "iu" and array.dtype != np.uint16:
+    if array.dtype.kind in "iu" and array.dtype not in (np.uint16, np.int16):  # these may be the bits of bfloat16
         raise InvalidArgument(f"mask: got an array of {array.dtype}, allowed bool, float32, float16 and bfloat16")
     kind = "bool" if array.dtype == np.bool_ else "additive"
     given = array.shape

@@ -24,6 +24,22 @@ def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[Row
     return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
 
 
+_NO = ("0", "n", "no", "f", "false", "off")
+_first_process: Optional[int] = None  # of this one and those that it was forked from: the first with a client
+
+
+def _check_fork() -> None:
+    """FailedPrecondition: gRPC would hang in this process."""
+    global _first_process
+    _first_process = os.getpid() if _first_process is None else _first_process
+    if _first_process != os.getpid() and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _NO:
+        raise FailedPrecondition(
+            "client: got made in a process that was forked after gRPC was in use, with GRPC_ENABLE_FORK_SUPPORT="
+            f"{os.environ['GRPC_ENABLE_FORK_SUPPORT']}, allowed without this setting, or in a process that "
+            'multiprocessing starts with "spawn"'
+        )
+
+
 class Base:
     """What Client and AsyncClient share. Callers do not make one."""
 
@@ -46,6 +62,7 @@ class Base:
         attention_message_bytes: int = 8 << 20,
         score_message_bytes: int = 4 << 20,
     ) -> None:
+        _check_fork()
         self.options = Options(
             address,
             round_robin=round_robin,
@@ -86,8 +103,8 @@ class Base:
         """FailedPrecondition: gRPC cannot be used here with this client's connection."""
         if os.getpid() != self._process:
             raise FailedPrecondition(
-                "client: got a call in a process that was forked from the client's, allowed in the client's own: gRPC "
-                "does not survive a fork; start processes with multiprocessing's \"spawn\", and make a client in each"
+                "client: got a call in a process that was forked from the client's, allowed in the client's own; make a "
+                "client in each process"
             )
 
     def _connected(self) -> Any:

@@ -113,6 +113,16 @@ _NAMES = {
     "payload and lists": "request",
 }
 _FIELDS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+# The same of fields that describe an array, and of those that say where it lies.
+_SIZES = {"vocab": "logits (vocab)", "rows": "logits or hidden (rows)", "keys": "scores (keys)"}
+_SIZE = re.compile(r"^(vocab|rows|keys)(?=: got \d+, allowed 1\.\.)")
+_SHARED = re.compile(r"^shared(_\w+)?(\.\w+)?(?=: )")
+
+
+def _in_the_callers_words(text: str) -> str:
+    """An error of the server with the names of the caller's parameters."""
+    text = _SHARED.sub(r"arena: \g<0>", _SIZE.sub(lambda size: _SIZES[size.group()], text))
+    return _FIELDS.sub(lambda field: _NAMES[field.group()], text)
 
 
 def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, seconds: float = 0.0) -> Reply:
@@ -128,8 +138,7 @@ def reply_of(code: grpc.StatusCode, details: Optional[str], trailers: Any, secon
     if code is grpc.StatusCode.CANCELLED and "Received RST_STREAM" in (details or ""):
         code = grpc.StatusCode.UNAVAILABLE
     delay = pushback / 1000 if pushback is not None and pushback >= 0 else None
-    text = _FIELDS.sub(lambda field: _NAMES[field.group()], details or "")
-    return Reply(error_of(code, text, retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
+    return Reply(error_of(code, _in_the_callers_words(details or ""), retry_delay=delay, attempts=1), seconds=seconds, pushback_ms=pushback)
 
 
 def _retryable(error: LogitdError) -> bool:

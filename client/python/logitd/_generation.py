@@ -1,4 +1,4 @@
-"""What transformers' generate can be told about the choice of tokens, and who does it beside logitd."""
+"""The arguments of transformers' generate that have to do with logits or the choice of tokens, and who does each."""
 
 from __future__ import annotations
 

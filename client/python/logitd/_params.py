@@ -172,7 +172,8 @@ def _mask(value: Any, vocab: Optional[int]) -> np.ndarray:
     array = _arrays.as_numpy("allowed_tokens", value)
     wide, width = ("V", "ceil(V / 32)") if vocab is None else (str(vocab), str(-(-vocab // 32)))
     fits = vocab is None or array.shape[-1:] == ((vocab,) if array.dtype == np.bool_ else (-(-vocab // 32),))
-    if array.dtype not in (np.bool_, np.uint32, np.int32) or array.ndim not in (1, 2) or not fits:
+    kind = array.dtype.newbyteorder("=")
+    if kind not in (np.bool_, np.uint32, np.int32) or array.ndim not in (1, 2) or not fits:
         raise InvalidArgument(
             f"allowed_tokens: got shape {list(array.shape)} of {array.dtype}, allowed bool [{wide}] or [M, {wide}], or "
             f"words [{width}] or [M, {width}] of uint32 or int32; of numbers that are 0 or 1 make bool first"

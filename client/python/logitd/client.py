@@ -114,7 +114,7 @@ class Client(Base):
         The steps: logit bias, penalties, mask of allowed tokens, temperature, min_p, top_k, top_p, draw.
         docs/semantics.md has every step to the bit.
 
-        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed` is required
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed`, or `seeds`, is required
             unless every temperature is 0.
         """
         return self._run(self._sample(logits, params))

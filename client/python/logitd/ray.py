@@ -71,9 +71,9 @@ class Score:
         self._params = dict(params or {})
 
     def __call__(self, batch: Dict[str, np.ndarray]) -> Dict[str, Any]:
-        for column in (self._inputs, self._targets):
+        for name, column in (("inputs", self._inputs), ("targets", self._targets)):
             if column not in batch:
-                raise InvalidArgument(f"columns: got {', '.join(sorted(batch))}, allowed are those with {column!r}")
+                raise InvalidArgument(f"{name}: got {column!r}, allowed one of the columns {', '.join(sorted(batch))}")
         targets = [np.asarray(sequence) for sequence in batch[self._targets]]
         sequences = [np.asarray(sequence) for sequence in batch[self._inputs]]
         for sequence, expected in zip(sequences, targets):

@@ -296,7 +296,7 @@ class Head:
     shards: List[HeadShard] = field(default_factory=list)
     """Its parts where it is cut over the devices; empty: each device has all of it."""
     warnings: List[str] = field(default_factory=list)
-    """What the load found that may not be meant, a sentence each."""
+    """What the load found that may not be meant, for example a head of its own in a model that ties its embeddings."""
 
 
 @dataclass(frozen=True)

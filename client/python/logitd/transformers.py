@@ -98,8 +98,8 @@ class Sampler(transformers.LogitsProcessor):
     head: name of a loaded head.
     sampling: parameters of Client.sample, except seed, seeds, position, hidden, head and history. A repetition_penalty
         here stands in place of that of transformers. Penalties see the tokens that transformers' own would see: all so
-        far, with the prompt; padding too before transformers 5. Tokens outside the vocabulary are ignored, and a log
-        line says how many.
+        far, with the prompt, and with its padding in versions such as 4.57. Tokens outside the vocabulary are ignored,
+        and a log line says how many.
 
     results: what Client.sample gave, step by step.
     """
@@ -164,11 +164,11 @@ class Sampler(transformers.LogitsProcessor):
 
         given: the caller's own, which are among them.
         """
-        asked = FIELDS["repetition_penalty"].asks(config.repetition_penalty) or any(type(one) is _Penalty for one in given)
-        borrowed = not asked and self._has_penalty()
-        if borrowed:  # transformers' own penalty knows which tokens it sees
+        own = any(type(one) is _Penalty for one in given)  # stands in place of the one that transformers would make
+        borrowed = not own and not FIELDS["repetition_penalty"].asks(config.repetition_penalty) and self._has_penalty()
+        if own or borrowed:  # the latter because transformers' penalty knows which tokens it sees
             config = copy.copy(config)
-            config.repetition_penalty = 2.0
+            config.repetition_penalty = 1.0 if own else 2.0
         made = make(config)
         left = type(made)()
         for one in made:

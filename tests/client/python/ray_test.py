@@ -231,7 +231,7 @@ class RayTest(TestCase):
             with self.refused(logitd.InvalidArgument, "addresses: got"):
                 Score(addresses)
         worker = Score(["127.0.0.1:1"], options=dict(retry=logitd.Retry(max_attempts=1)))
-        with self.refused(logitd.InvalidArgument, "columns: got x, allowed are those with 'hidden'"):
+        with self.refused(logitd.InvalidArgument, "inputs: got 'hidden', allowed one of the columns x"):
             worker(dict(x=np.zeros(1)))
         with self.refused(logitd.InvalidArgument, "got a sequence of shape [3, 4] with targets of shape [2]"):
             worker(dict(hidden=np.zeros((1, 3, 4)), targets=np.zeros((1, 2))))

@@ -1,11 +1,13 @@
 """What callers get wrong is refused at once, in the caller's own words: what, got, allowed."""
 
+import inspect
 import unittest
 
 import grpc
 import logitd
 import numpy as np
 from harness import CLIENTS, FakeServer, RunningServer, ServerTestCase, TestCase
+from logitd.params import SamplingParams
 
 try:
     import torch
@@ -251,6 +253,13 @@ class WordsOfTheServerTest(TestCase):
             ("window_left: got -5, allowed 0 or more", "window (left): got -5, allowed 0 or more"),
             ("payload and lists: got 9 bytes, allowed 1..8", "request: got 9 bytes, allowed 1..8"),
             ("draft_ids: got 1, the sum of draft_count", "draft_ids: got 1, the sum of lengths of draft_ids"),
+            ("shared: got rows in a lease", "T: arena: shared: got rows in a lease"),
+            ("shared.lease: got one that is unknown here", "T: arena: shared.lease: got one that is unknown here"),
+            ("shared_output.offset: got 3, allowed a multiple", "T: arena: shared_output.offset: got 3, allowed a multiple"),
+            ("vocab: got 1048577, allowed 1..1048576", "logits (vocab): got 1048577, allowed 1..1048576"),
+            ("rows: got 9, allowed 1..8", "logits or hidden (rows): got 9, allowed 1..8"),
+            ("keys: got 9, allowed 1..8", "scores (keys): got 9, allowed 1..8"),
+            ("vocab: got 9, allowed 1 to 8, or 0 for", "ARGUMENT: vocab: got 9, allowed 1 to 8, or 0 for"),  # load_head's
         ):
 
             def refuse(message, context, text=theirs):
@@ -260,6 +269,43 @@ class WordsOfTheServerTest(TestCase):
                 for client in self.both(server.address):
                     with self.refused(logitd.InvalidArgument, ours):
                         client.top_k(ROWS, k=1)
+
+
+class NamesTest(ServerTestCase):
+    ARENAS = True
+
+    def test_errors_of_verify_begin_with_its_parameters(self):
+        parameters = set(inspect.signature(logitd.Client.verify).parameters) | set(SamplingParams.__annotations__)
+        listed = dict(draft_kind="list", draft_ids=[[1], [2]], draft_probs=[[1.0], [1.0]])
+        for params in (
+            dict(drafts=[1, 100]),
+            dict(drafts=[-1, 1]),
+            dict(drafts=[1]),
+            dict(drafts=[1, 3], draft_kind="list", draft_ids=[[1], [2]], draft_probs=[[1.0], [1.0]]),
+            dict(listed, draft_ids=[[1], [3, 2]], draft_probs=[[1.0], [0.5, 0.5]]),
+            dict(listed, draft_probs=[1.0]),
+            dict(draft_kind=["greedy"] * 3),
+            dict(sequence_rows=[4]),
+            dict(history=[100]),
+            dict(extra_ids=[100]),
+            dict(logit_bias={100: 1.0}),
+            dict(allowed_tokens_mask=5),
+            dict(top_p=2.0),
+        ):
+            for client in self.both(self.server.unix):
+                with self.assertRaises(logitd.InvalidArgument) as caught:
+                    client.verify(ROWS, **{**dict(sequence_rows=[3], drafts=[1, 2], seed=1), **params})
+                self.assertIn(caught.exception.message.split(":")[0], parameters, str(caught.exception))
+
+    def test_errors_of_arrays_and_arenas_begin_with_the_callers_parameter(self):
+        with logitd.Arena.lease(self.server.arena, 4096) as arena, logitd.Client(self.server.unix) as client:
+            rows = arena.empty((1, 10))
+            other = RunningServer()
+            self.addCleanup(other.close)
+            with logitd.Client(other.unix) as stranger, self.refused(logitd.NotFound, "NOT_FOUND: arena: shared: got rows in a"):
+                stranger.top_k(rows, k=1, arena=arena)
+            with self.refused(logitd.InvalidArgument, "logits (vocab): got 1048577, allowed 1..1048576"):
+                client.top_k(np.zeros(2**20 + 1, np.float16), k=1)
 
 
 class RaggedTest(TestCase):

@@ -10,6 +10,7 @@ import tempfile
 import logitd
 import numpy as np
 from harness import RunningServer, ServerTestCase
+from logitd import _params
 from reference import log_softmax, order
 
 RANDOM = np.random.default_rng(20240613)
@@ -158,6 +159,56 @@ class SampleTest(ServerTestCase):
                 with self.refused(logitd.InvalidArgument, "top_k: got -2 at row 1, allowed -1 or more"):
                     call(top_k=[-1, -2, 3])
 
+    def test_one_number_gives_each_row_a_seed_of_its_own(self):
+        first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]  # of SplitMix64 from 0
+        self.assertEqual(_params.spread_seeds(0, 4).tolist(), first)
+        # It adds this constant between two outputs, so the outputs of a number that much larger begin with the second.
+        self.assertEqual(_params.spread_seeds(0x9E3779B97F4A7C15, 3).tolist(), first[1:])
+        logits = np.zeros((64, 1000), np.float32)
+        for client in self.both(self.server.unix):
+            self.assertEqual(len(set(client.sample(logits, seed=7).tokens.tolist())), 1)
+            drawn = client.sample(logits, seeds=7).tokens
+            self.assertGreater(len(set(drawn.tolist())), 40)
+            same = client.sample(logits, seed=_params.spread_seeds(7, 64)).tokens
+            self.assertEqual(drawn.tolist(), same.tolist())
+            # A row's seed depends on its place only.
+            self.assertEqual(client.sample(logits[:9], seeds=np.uint64(7)).tokens.tolist(), drawn[:9].tolist())
+            drafts = client.verify(logits[:4], sequence_rows=[2, 2], drafts=[1, 2], seeds=2**64 - 1, temperature=1.0)
+            own = client.verify(
+                logits[:4], sequence_rows=[2, 2], drafts=[1, 2], seed=_params.spread_seeds(2**64 - 1, 4), temperature=1.0
+            )
+            self.assertEqual(drafts.tokens.tolist(), own.tokens.tolist())
+        with logitd.Client(self.server.unix) as client, client.sample_stream() as stream:
+            stream.write(logits, seeds=7)
+            self.assertEqual(stream.read().tokens.tolist(), drawn.tolist())
+
+    def test_a_spread_that_cannot_be_made_is_refused(self):
+        for params, text in (
+            (dict(seeds=[1, 2]), "seeds: got 2 values, allowed one"),
+            (dict(seeds=-1), "seeds: got -1, allowed 0 to 18446744073709551615"),
+            (dict(seeds=2**64), "seeds: got 18446744073709551616, allowed 0 to"),
+            (dict(seeds=1.5), "seeds: got 1.5, allowed whole numbers"),
+            (dict(seeds=True), "seeds: got True, allowed whole numbers"),
+            (dict(seeds=1, seed=2), "seeds: got a number beside seed, allowed one of them"),
+        ):
+            for client in self.both(self.server.unix):
+                with self.refused(logitd.InvalidArgument, text):
+                    client.sample(self.LOGITS, **params)
+        for client in self.both(self.server.unix):
+            with self.assertRaisesRegex(TypeError, "unknown parameter 'seeds'"):
+                client.score(self.LOGITS, targets=[0, 0, 0], seeds=1)
+
+    def test_words_of_signed_integers_are_masks(self):
+        logits = np.zeros((2, 70), np.float32)
+        logits[:, 69], logits[:, 31], logits[:, 2] = 9, 7, 5
+        words = np.array([[-1, -1, 0b011111], [2**31 - 1, 0, 0]], np.int32)  # all but 69; below 31
+        forms = [words, words.astype(">i4"), np.asfortranarray(words), words.view(np.uint32)]
+        for client in self.both(self.server.unix):
+            for mask in forms:
+                got = client.sample(logits, allowed_tokens=mask, temperature=0).tokens
+                self.assertEqual(got.tolist(), [31, 2])
+            self.assertEqual(client.sample(logits, allowed_tokens=words[0], temperature=0).tokens.tolist(), [31, 31])
+
     def test_numbers_that_cannot_be_sent_are_refused(self):
         for client in self.both(self.server.unix):
             for params, texts in (
@@ -305,15 +356,15 @@ class ScoreTest(ServerTestCase):
                 self.assertEqual(caught.exception.attempts, 0)
 
 
-def write_head(folder, weight):
-    """A model's folder with only an output head."""
+def write_head(folder, weight, **config):
+    """A model's folder with only an output head, and these settings."""
     data = np.ascontiguousarray(weight, np.float32).tobytes()
     header = json.dumps(
         {"lm_head.weight": {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [0, len(data)]}}
     ).encode()
     pathlib.Path(folder).mkdir()
     pathlib.Path(folder, "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
-    pathlib.Path(folder, "config.json").write_text(json.dumps({"vocab_size": weight.shape[0]}))
+    pathlib.Path(folder, "config.json").write_text(json.dumps({"vocab_size": weight.shape[0], **config}))
 
 
 class HeadsTest(ServerTestCase):
@@ -322,12 +373,21 @@ class HeadsTest(ServerTestCase):
         cls.root = tempfile.TemporaryDirectory()
         cls.weight = RANDOM.standard_normal((500, 64)).astype(np.float32)
         write_head(os.path.join(cls.root.name, "tiny"), cls.weight)
+        write_head(os.path.join(cls.root.name, "new"), cls.weight, model_type="never_seen")
         cls.server = RunningServer(f"--head-root={cls.root.name}")
 
     @classmethod
     def tearDownClass(cls):
         super().tearDownClass()
         cls.root.cleanup()
+
+    def test_a_loaded_head_has_its_warnings(self):
+        for client in self.both(self.server.unix):
+            head = client.load_head("new", "new")
+            self.assertEqual(len(head.warnings), 1)
+            self.assertIn("model_type 'never_seen' is not known", head.warnings[0])
+            self.assertEqual(client.get_head("new"), head)
+            client.unload_head("new")
 
     def test_a_head_is_loaded_used_and_unloaded(self):
         hidden = RANDOM.standard_normal((3, 64)).astype(np.float32)
@@ -359,7 +419,7 @@ class HeadsTest(ServerTestCase):
             self.assertEqual(client.list_heads(), [])
             cut = client.load_head("cut", "tiny", shard=True)
             self.assertEqual(cut.shards, [logitd.HeadShard(0, 0, 500, cut.device_bytes)])
-            self.assertEqual(head.shards, [])
+            self.assertEqual((head.shards, head.warnings), ([], []))
             again = client.top_k(hidden=hidden, head="cut", k=4)
             self.assertEqual(again.probs.dense().tolist(), top.probs.dense().tolist())
             client.unload_head("cut")

@@ -55,6 +55,7 @@ OTHERS = """
     is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
     max_matching_ngram_size assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type
     compile_config disable_compile continuous_batching_config transformers_version
+    forced_decoder_ids generation_kwargs
 """.split()
 
 

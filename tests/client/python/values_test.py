@@ -213,9 +213,11 @@ class ValuesTest(TestCase):
     def test_masks_are_bools_or_words_of_32_tokens(self):
         allowed = np.array([True, False, True, True])
         want = self.sent("sample", ROWS, seed=1, allowed_tokens=allowed)
-        same = [allowed[None], [True, False, True, True], np.array([0b1101], np.uint32), np.array([[0b1101]], np.uint32)]
+        same = [allowed[None], [True, False, True, True]]
+        for kind in (np.uint32, np.int32):
+            same += [np.array([0b1101], kind), np.array([[0b1101]], kind)]
         if torch is not None:
-            same += [torch.from_numpy(allowed)]
+            same += [torch.from_numpy(allowed), torch.tensor([[0b1101]], dtype=torch.int32)]
         for mask in same:
             self.assertEqual(self.sent("sample", ROWS, seed=1, allowed_tokens=mask), want)
         ones = allowed.astype(np.int32)
