@@ -69,8 +69,8 @@ constexpr BatchTime kBatchTimes[] = {
 
 constexpr Help kPhases[] = {
     // in the order of CallPhase
-    {"logitd_admission_wait_seconds", "From a call's headers until its message may come."},
-    {"logitd_receive_seconds", "From then until the message of a unary call is there."},
+    {"logitd_admission_wait_seconds", "From when a call asks for room until its message may come."},
+    {"logitd_receive_seconds", "From headers until the message is there, without that wait."},
     {"logitd_send_seconds", "From the answer of a unary call until the transport has sent it."},
 };
 

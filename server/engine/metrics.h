@@ -21,9 +21,10 @@
 // The label `device` is DeviceInfo::number.
 // Histograms, one observation per call
 //   logitd_request_seconds{op}        from headers to status
-//   logitd_admission_wait_seconds     from headers until the message may come; of a stream, only
+//   logitd_admission_wait_seconds     from asking for room until the message may come; of a stream, only
 //                                     for its first message
-//   logitd_receive_seconds            from then until the message is there; of unary calls
+//   logitd_receive_seconds            from headers until the message is there, without that wait; of
+//                                     unary calls
 //   logitd_send_seconds               from the answer until the transport has sent it; of unary calls
 // Histograms, one observation per batch
 //   logitd_batch_rows                 its rows

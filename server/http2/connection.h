@@ -141,6 +141,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void SetTick();
   void CheckStuck();
   void EndIfDone();
+  void SubmitReason();  // tells the peer why its connection ends
 
   // nghttp2's callbacks.
   int OnBeginFrame(const nghttp2_frame_hd& frame);
@@ -185,7 +186,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool preface_ = false;   // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
-  bool refused_ = false;     // nghttp2 has told the peer what it did wrong
+  bool told_ = false;        // a GOAWAY gave an error: nghttp2's own if the peer broke the protocol
   Cut cut_ = Cut::kNone;
 
   // The DATA frame that is being received.
@@ -204,7 +205,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   };
   std::vector<Piece> pieces_;
   std::vector<Mark> marks_;
-  std::string rest_;
+  std::vector<std::byte> rest_;
   size_t scratch_used_ = 0;
   size_t filled_ = 0;
   uint64_t queued_ = 0;   // bytes given to `pieces_`, in all

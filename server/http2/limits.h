@@ -64,8 +64,9 @@ struct Limits {
   // more each second, and four more for each DATA or HEADERS frame in either direction.
   double control_frames = 20000;
   double control_rate = 5000;
-  // Pings since the last DATA or HEADERS frame in either direction.
-  double pings = 4;
+  // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each
+  // DATA or HEADERS frame that goes to the peer: clients measure their round trip when one comes.
+  double pings = 10;
   absl::Duration min_ping_interval = absl::Seconds(5);
   // DATA frames of less than tiny_frame bytes: tiny_frames, tiny_rate more each second, two more for
   // each message, and one more for each KiB.
@@ -93,7 +94,6 @@ class Budget {
     return left_ >= 0;
   }
   void Add(double more) { left_ = std::min(most_, left_ + more); }
-  void Refill() { left_ = most_; }
 
  private:
   double most_;

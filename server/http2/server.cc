@@ -47,6 +47,9 @@ class Server::Host final : public ConnectionHost {
       handshakes_.push_back(connection.get());
       const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
       if (static_cast<int64_t>(handshakes_.size()) > most) {
+        handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
+      }
+      if (static_cast<int64_t>(handshakes_.size()) > most) {
         server_->events_->OnHandshake(HandshakeEnd::kEvicted);
         handshakes_.front()->Close();
       }

@@ -67,13 +67,24 @@ TEST(FairnessTest, PeersThatSendAByteOfTheirMessageDoNotKeepOthersOut) {
 TEST(FairnessTest, HeadersWithoutMessagesOnOneConnectionDoNotKeepOthersOut) {
   const ServerProcess server(kSomeRoom);
   const auto channel = Connect(server.tcp());
-  std::deque<GenericCall> silent;
-  for (int i = 0; i < 1100; ++i) {
-    silent.emplace_back(channel, kTopK);
-    ASSERT_TRUE(silent.back().Start());
-  }
+  std::deque<AskingCall> silent;
+  for (int i = 0; i < 1100; ++i) silent.emplace_back(channel, kTopK, kLargest);
   ASSERT_TRUE(server.WaitForMetric(Refused("caller_share"), '>', 500));
   EXPECT_LE(server.Metric(kWaitingCalls), 512);
+  ExpectServed(server, 20);
+}
+
+TEST(FairnessTest, HeadersThatStateNoSizeHoldNothingAndWaitForNothing) {
+  const ServerProcess server(kSomeRoom);
+  const auto channel = Connect(server.tcp());
+  std::deque<GenericCall> silent;
+  for (int i = 0; i < 1100; ++i) {
+    silent.emplace_back(channel, i % 2 == 0 ? kTopK : "/logitd.v1.Sampler/SampleStream");
+    ASSERT_TRUE(silent.back().Start());
+  }
+  ASSERT_TRUE(server.WaitForMetric("logitd_open_calls", '=', 1100));
+  EXPECT_EQ(server.Metric(kHeldBytes), 0);
+  EXPECT_EQ(server.Metric(kWaitingCalls), 0);
   ExpectServed(server, 20);
 }
 
@@ -182,21 +193,21 @@ TEST(FairnessTest, AnAnswerMayNeedMoreThanTheStatedMessage) {
   EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
-// All room but the part for small calls is held by calls that state nothing, of many connections.
-TEST(FairnessTest, ACallThatStatesASmallSizeNeedNotWait) {
+// All room except the part for small calls is held by calls of many connections.
+TEST(FairnessTest, ASmallCallNeedNotWaitWhetherItStatesItsSizeOrNot) {
   const ServerProcess server(With(kSomeRoom, {"--min-receive-rate=0"}));
-  std::deque<GenericCall> large;
-  for (int i = 0; i < 20; ++i) {
-    large.emplace_back(Connect(server.tcp()), kTopK);
-    ASSERT_TRUE(large.back().Start());
-  }
+  std::deque<AskingCall> large;
+  for (int i = 0; i < 20; ++i) large.emplace_back(Connect(server.tcp()), kTopK, kLargest);
   ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '>', 0));
   const v1::TopKRequest request = Request({1, 2}, 1, 1);
   v1::TopKResponse response;
   EXPECT_TRUE(StatedTopK(server, "logitd-payload-bytes", absl::StrCat(request.ByteSizeLong()),
                          request, &response)
                   .ok());
-  EXPECT_EQ(SmallTopK(Connect(server.tcp()), absl::Milliseconds(300)).error_code(),
+  EXPECT_TRUE(SmallTopK(Connect(server.tcp())).ok());
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Milliseconds(300)));
+  EXPECT_EQ(TopKInAllTheRoom(Connect(server.tcp()), &context).error_code(),
             grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 

@@ -19,6 +19,7 @@
 #include "logitd/v1/server.grpc.pb.h"
 #include "tests/e2e/elements.h"
 #include "tests/e2e/peers.h"
+#include "tests/e2e/raw_peer.h"
 #include "tests/e2e/server_process.h"
 #include "tests/e2e/topk_calls.h"
 
@@ -33,8 +34,7 @@ TEST(LifeTest, ADrainFinishesAdmittedCallsAndRefusesOthers) {
   ServerProcess server(kRoomForOne);
   const auto channel = Connect(server.tcp());
   AdmittedCall admitted(server, channel);
-  GenericCall waits(channel, kTopK);
-  ASSERT_TRUE(waits.Start());
+  AskingCall waits(channel);
   ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 1));
 
   server.Signal(SIGTERM);
@@ -90,7 +90,7 @@ TEST(LifeTest, MessagesThatNeverArriveGetATenthOfTheGrace) {
   for (int i = 0; i < 10; ++i) {
     peers.push_back(std::make_unique<BarePeer>(server.port()));
     peers.back()->SendHeaders(kTopK);
-    peers.back()->SendMessage(1000, "\x10\x01", /*end_stream=*/false);
+    peers.back()->SendMessage(64 << 20, "\x10\x01", /*end_stream=*/false);
   }
   ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 670'000'000));  // all ten: 64 MiB each
   const absl::Time start = absl::Now();
@@ -219,23 +219,31 @@ TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
   for (const int fd : peers) close(fd);
 }
 
-// gRPC logs a header that it cannot parse, with its value.
 TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
+  const std::string forged = "x\n2026-01-01 00:00:00.000 error forged \xff";
   for (const std::string format : {"text", "json"}) {
     ServerProcess server({"--log-format=" + format});
     BarePeer peer(server.port());
-    for (int i = 0; i < 2000; ++i) {
-      peer.SendHeaders(kTopK, {{"grpc-timeout", "x\n2026-01-01 00:00:00.000 error forged \xff"}},
-                       /*stream=*/1 + 2 * i);
+    uint32_t stream = 1;
+    for (int i = 0; i < 500; ++i) {
+      for (const char* name : {"grpc-timeout", "x-request-id", "logitd-priority", "user-agent"}) {
+        peer.SendHeaders(kTopK, {{name, forged}}, stream);
+        stream += 2;
+      }
     }
-    EXPECT_TRUE(server.WaitForMetric("logitd_log_lines_suppressed_total{source=\"grpc\"}", '>', 0));
+    for (int i = 0; i < 300; ++i) {  // each end has a line, if the limit allows it
+      RawPeer broken(server.port());
+      broken.Send(Frame(kData, 0, /*stream=*/1, forged));
+      EXPECT_TRUE(broken.EndsWithin(absl::Seconds(5)));
+    }
+    EXPECT_TRUE(
+        server.WaitForMetric("logitd_log_lines_suppressed_total{source=\"connections\"}", '>', 0));
     absl::SleepFor(absl::Seconds(1.2));
     const std::string log = server.Log();
-    // A newer gRPC does not repeat the value.
-    EXPECT_THAT(log, AnyOf(HasSubstr("forged"), HasSubstr("Error parsing 'grpc-timeout'")));
+    EXPECT_THAT(log, HasSubstr("it broke the protocol"));
     EXPECT_THAT(log, Not(HasSubstr("\n2026-01-01")));
     EXPECT_THAT(log, Not(HasSubstr("\xff")));
-    EXPECT_THAT(log, HasSubstr("log lines of grpc: more than 20 a second"));
+    EXPECT_THAT(log, HasSubstr("log lines of connections: more than 20 a second"));
     EXPECT_LT(std::count(log.begin(), log.end(), '\n'), 300);
   }
 }

@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,10 +19,6 @@ void* Tag(size_t i) { return reinterpret_cast<void*>(i); }
 void AppendVarint(std::string* out, uint64_t value) {
   for (; value >= 0x80; value >>= 7) out->push_back(static_cast<char>(value | 0x80));
   out->push_back(static_cast<char>(value));
-}
-
-void AppendBigEndian(std::string* out, uint32_t value, int bytes) {
-  for (int i = bytes - 1; i >= 0; --i) out->push_back(static_cast<char>(value >> (8 * i)));
 }
 
 }  // namespace
@@ -204,24 +199,19 @@ int ConnectSocket(int port) {
   return fd;
 }
 
-BarePeer::BarePeer(int port, uint32_t window) : fd_(ConnectSocket(port)) {
+BarePeer::BarePeer(int port, uint32_t window) : fd_(ConnectSocket(port)), reader_(fd_) {
   const std::string_view preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
   send(fd_, preface.data(), preface.size(), MSG_NOSIGNAL);
   std::string settings;
   AppendBigEndian(&settings, 4, 2);  // SETTINGS_INITIAL_WINDOW_SIZE
   AppendBigEndian(&settings, window, 4);
-  SendFrame(4, 0, 0, settings);
+  SendFrame(kSettings, 0, 0, settings);
 }
 
 BarePeer::~BarePeer() { close(fd_); }
 
 void BarePeer::SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload) {
-  std::string frame;
-  AppendBigEndian(&frame, static_cast<uint32_t>(payload.size()), 3);
-  frame.push_back(static_cast<char>(type));
-  frame.push_back(static_cast<char>(flags));
-  AppendBigEndian(&frame, stream, 4);
-  frame += payload;
+  const std::string frame = Frame(type, flags, stream, payload);
   send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL);
 }
 
@@ -241,7 +231,7 @@ void BarePeer::SendHeaders(const std::string& method,
   for (const auto& [name, value] : more) {
     add(std::string("\0", 1) + static_cast<char>(name.size()) + name, value);
   }
-  SendFrame(1, 4 /* END_HEADERS */, stream, block);
+  SendFrame(kHeaders, kEndHeaders, stream, block);
 }
 
 void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
@@ -249,43 +239,19 @@ void BarePeer::SendMessage(uint32_t claimed, std::string_view body, bool end_str
   std::string message(1, marked_compressed ? '\1' : '\0');
   AppendBigEndian(&message, claimed, 4);
   message += body;
-  SendFrame(0, end_stream ? 1 : 0, stream, message);
+  SendFrame(kData, end_stream ? kEndStream : 0, stream, message);
 }
 
 bool BarePeer::WaitForFrame(uint8_t type, absl::Duration timeout) {
-  const absl::Time end = absl::Now() + timeout;
-  std::string bytes;
-  while (absl::Now() < end) {
-    while (bytes.size() >= 9) {
-      const auto byte = [&bytes](size_t i) { return static_cast<uint8_t>(bytes[i]); };
-      const size_t size = size_t{byte(0)} << 16 | size_t{byte(1)} << 8 | byte(2);
-      if (byte(3) == type && byte(8) == 1) return true;
-      if (bytes.size() < 9 + size) break;
-      bytes.erase(0, 9 + size);
-    }
-    pollfd waiting = {fd_, POLLIN, 0};
-    if (poll(&waiting, 1, 20) <= 0) continue;
-    char buffer[4096];
-    const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
-    if (got <= 0) return false;
-    bytes.append(buffer, static_cast<size_t>(got));
-  }
-  return false;
+  return reader_.Find(
+      [type](const ServerFrame& frame) { return frame.type == type && frame.stream == 1; },
+      timeout);
 }
 
 bool BarePeer::WaitForText(std::string_view text, absl::Duration timeout) {
-  const absl::Time end = absl::Now() + timeout;
-  std::string bytes;
-  while (bytes.find(text) == std::string::npos) {
-    if (absl::Now() > end) return false;
-    pollfd waiting = {fd_, POLLIN, 0};
-    if (poll(&waiting, 1, 20) <= 0) continue;
-    char buffer[4096];
-    const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
-    if (got <= 0) return false;
-    bytes.append(buffer, static_cast<size_t>(got));
-  }
-  return true;
+  return reader_.Find(
+      [text](const ServerFrame& frame) { return frame.text.find(text) != std::string::npos; },
+      timeout);
 }
 
 }  // namespace logitd::e2e

@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "logitd/v1/sampler.pb.h"
+#include "tests/e2e/frames.h"
 
 namespace logitd::e2e {
 
@@ -131,17 +132,18 @@ class BarePeer {
   // Sends a gRPC message that claims `claimed` bytes and holds `body`.
   void SendMessage(uint32_t claimed, std::string_view body, bool end_stream,
                    bool marked_compressed = false, uint32_t stream = 1);
-  // Reads until a frame of type `type` (3 = RST_STREAM, 1 = HEADERS) comes for the stream. False
-  // after `timeout` or at the end of the connection.
+  // Reads until a frame of type `type` comes for stream 1. False after `timeout` or at the end of
+  // the connection.
   bool WaitForFrame(uint8_t type, absl::Duration timeout);
-  // Reads until `text` comes, for example in a status. False after `timeout` or at the end of the
-  // connection.
+  // Reads until `text` comes in a ServerFrame::text, for example in a status. False after `timeout`
+  // or at the end of the connection.
   bool WaitForText(std::string_view text, absl::Duration timeout);
 
  private:
   void SendFrame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload);
 
-  int fd_;
+  const int fd_;
+  FrameReader reader_;
 };
 
 }  // namespace logitd::e2e

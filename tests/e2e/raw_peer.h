@@ -7,20 +7,9 @@
 #include <string_view>
 
 #include "absl/time/time.h"
+#include "tests/e2e/frames.h"
 
 namespace logitd::e2e {
-
-inline constexpr uint8_t kData = 0;
-inline constexpr uint8_t kHeaders = 1;
-inline constexpr uint8_t kSettings = 4;
-inline constexpr uint8_t kPing = 6;
-inline constexpr uint8_t kGoAway = 7;
-inline constexpr uint8_t kWindowUpdate = 8;
-inline constexpr uint8_t kContinuation = 9;
-inline constexpr uint8_t kAck = 1;  // flag of SETTINGS and PING
-inline constexpr uint8_t kEndHeaders = 4;
-
-std::string Frame(uint8_t type, uint8_t flags, uint32_t stream, std::string_view payload);
 
 // The header block of a call, and a field without compression. `more` values follow each other.
 std::string CallHeaders(const std::string& method);
@@ -41,12 +30,13 @@ class RawPeer {
   bool Send(std::string_view bytes);
   // Reads until the server ends the connection. False: it did not within `timeout`.
   bool EndsWithin(absl::Duration timeout);
-  // Reads until a frame of `type` comes for `stream`. False: it did not within `timeout`. `payload`, if
-  // not null, gets what the frame holds.
-  bool Gets(uint8_t type, uint32_t stream, absl::Duration timeout, std::string* payload = nullptr);
+  // Reads until a frame of `type` comes for `stream`. False: it did not within `timeout`. `text`, if not
+  // null, gets ServerFrame::text.
+  bool Gets(uint8_t type, uint32_t stream, absl::Duration timeout, std::string* text = nullptr);
 
  private:
-  int fd_;
+  const int fd_;
+  FrameReader reader_;
 };
 
 }  // namespace logitd::e2e

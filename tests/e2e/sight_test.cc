@@ -315,10 +315,8 @@ TEST(GetLoadTest, ShowsWhatWaitsAndWhatIsHeld) {
   EXPECT_EQ(idle.ops_size(), 0);
 
   AdmittedCall admitted(server, channel);
-  GenericCall waits(channel, kTopK);
-  ASSERT_TRUE(waits.Start());
-  GenericCall stream(channel, "/logitd.v1.Sampler/SampleStream");
-  ASSERT_TRUE(stream.Start());
+  AskingCall waits(channel);
+  AskingCall stream(channel, "/logitd.v1.Sampler/SampleStream");
   ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 2));
   const v1::GetLoadResponse load = GetLoad(channel);
   EXPECT_EQ(load.open_calls(), 3);
@@ -374,8 +372,9 @@ TEST(SightMetricsTest, TheBuildTheProcessAndTheTrafficAreThere) {
   EXPECT_LT(server.Metric("logitd_received_bytes_total"), received + 1'100'000);
   EXPECT_GT(server.Metric("logitd_sent_bytes_total"), sent);
   const std::string page = server.Scrape();
-  EXPECT_THAT(page, ContainsRegex("logitd_build_info\\{backend=\"cpu\",grpc=\"[0-9.]+\",version="
-                                  "\"[0-9.]+\"\\} 1"));
+  EXPECT_THAT(page,
+              ContainsRegex("logitd_build_info\\{backend=\"cpu\",grpc=\"nghttp2 [0-9.]+\",version="
+                            "\"[0-9.]+\"\\} 1"));
   EXPECT_GT(server.Metric("process_cpu_seconds_total"), 0);
   EXPECT_NEAR(server.Metric("process_resident_memory_bytes"),
               static_cast<double>(server.RssBytes()), 64 << 20);
@@ -384,17 +383,14 @@ TEST(SightMetricsTest, TheBuildTheProcessAndTheTrafficAreThere) {
 TEST(SightMetricsTest, EachPhaseOfACallIsCounted) {
   ServerProcess server(With(kRoomForOne, {"--min-receive-rate=0"}));
   const auto channel = Connect(server.tcp());
-  GenericCall slow(channel, kTopK);
-  ASSERT_TRUE(slow.Start());
-  ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 0));
+  AdmittedCall slow(server, channel);
   EXPECT_EQ(server.Metric("logitd_admission_wait_seconds_count"), 1);
   EXPECT_LT(server.Metric("logitd_admission_wait_seconds_sum"), 0.2);
-  GenericCall waits(channel, kTopK);
-  ASSERT_TRUE(waits.Start());
+  AskingCall waits(channel);
   ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 1));
   absl::SleepFor(absl::Milliseconds(250));
   const grpc::ByteBuffer message = ToBuffer(Request({1, 2}, 1, 1).SerializeAsString());
-  for (GenericCall* call : {&slow, &waits}) {
+  for (AskingCall* call : {static_cast<AskingCall*>(&slow), &waits}) {
     grpc::ByteBuffer answer;
     ASSERT_TRUE(call->Write(message, /*last=*/true));
     ASSERT_TRUE(call->Read(&answer));

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -223,28 +224,54 @@ TEST_F(TlsTest, ManySmallCallsOnManyConnections) {
   EXPECT_EQ(server.Metric(Requests("OK")), 2000);
 }
 
-// The frames of a connection are checked behind its TLS.
+// A TLS client that sends any bytes.
+class RawTlsPeer {
+ public:
+  explicit RawTlsPeer(int port)
+      : context_(SSL_CTX_new(TLS_client_method()), &SSL_CTX_free),
+        ssl_(SSL_new(context_.get()), &SSL_free),
+        fd_(ConnectSocket(port)) {
+    static constexpr unsigned char kProtocols[] = {2, 'h', '2'};
+    SSL_set_alpn_protos(ssl_.get(), kProtocols, sizeof(kProtocols));
+    SSL_set_fd(ssl_.get(), fd_);
+  }
+  ~RawTlsPeer() { close(fd_); }
+  RawTlsPeer(const RawTlsPeer&) = delete;
+  RawTlsPeer& operator=(const RawTlsPeer&) = delete;
+
+  bool Handshake() { return SSL_connect(ssl_.get()) == 1; }
+  bool Send(const std::string& bytes) {
+    return SSL_write(ssl_.get(), bytes.data(), static_cast<int>(bytes.size())) > 0;
+  }
+
+ private:
+  const std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context_;
+  const std::unique_ptr<SSL, decltype(&SSL_free)> ssl_;
+  const int fd_;
+};
+
+// The frames of a connection are checked after its TLS.
 TEST_F(TlsTest, AnAttackOnHttp2IsCutThroughTls) {
   const ServerProcess server(files_.TlsFlags());
-  const std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context(SSL_CTX_new(TLS_client_method()),
-                                                                  &SSL_CTX_free);
-  const std::unique_ptr<SSL, decltype(&SSL_free)> ssl(SSL_new(context.get()), &SSL_free);
-  static constexpr unsigned char kProtocols[] = {2, 'h', '2'};
-  SSL_set_alpn_protos(ssl.get(), kProtocols, sizeof(kProtocols));
-  const int fd = ConnectSocket(server.port());
-  SSL_set_fd(ssl.get(), fd);
-  ASSERT_EQ(SSL_connect(ssl.get()), 1);
-  const auto send = [&](const std::string& bytes) {
-    return SSL_write(ssl.get(), bytes.data(), static_cast<int>(bytes.size())) > 0;
-  };
-  ASSERT_TRUE(send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + Frame(kSettings, 0, 0, "")));
-  ASSERT_TRUE(send(Frame(kHeaders, 0, 1, CallHeaders(kTopK))));
-  for (int i = 0; i < 64; ++i) {
-    if (!send(Frame(kContinuation, 0, 1, Field("x", "y")))) break;
+  RawTlsPeer peer(server.port());
+  ASSERT_TRUE(peer.Handshake());
+  std::string bytes = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + Frame(kSettings, 0, 0, "");
+  for (int i = 0; i < 64; ++i) bytes += Frame(kPing, 0, 0, "12345678");
+  ASSERT_TRUE(peer.Send(bytes));
+  EXPECT_TRUE(server.WaitForMetric("logitd_connections_cut_total{reason=\"pings\"}", '=', 1));
+}
+
+// The limit of handshakes counts those that are not finished.
+TEST_F(TlsTest, MoreConnectionsThanHandshakesMayBeOpen) {
+  const ServerProcess server(files_.TlsFlags());
+  std::deque<RawTlsPeer> peers;
+  for (int i = 0; i < 700; ++i) {
+    peers.emplace_back(server.port());
+    ASSERT_TRUE(peers.back().Handshake()) << i;
   }
-  EXPECT_TRUE(
-      server.WaitForMetric("logitd_connections_cut_total{reason=\"continuations\"}", '=', 1));
-  close(fd);
+  EXPECT_TRUE(server.WaitForMetric(Handshakes("ok"), '=', 700));
+  EXPECT_EQ(server.Metric("logitd_connections"), 700);
+  EXPECT_LE(server.Metric(Handshakes("evicted")), 0);
 }
 
 void AllowFiles(rlim_t files) {
@@ -274,7 +301,7 @@ TEST(ResidentMemoryTest, AFloodOfUnfinishedHandshakesIsBounded) {
       EXPECT_TRUE(SmallTopK(ConnectTls(server, authority), absl::Seconds(5)).ok()) << i;
     }
   }
-  EXPECT_TRUE(server.WaitForMetric(Handshakes("evicted"), '>', kPeers - 600));
+  EXPECT_TRUE(server.WaitForMetric(Handshakes("evicted"), '>', kPeers - 512 - 1));
   EXPECT_LE(server.Metric("logitd_connections"), 512 + 10);
   EXPECT_TRUE(SmallTopK(before_flood).ok());
   server.ExpectGrownLess(before, 128);
@@ -571,9 +598,12 @@ TEST_F(IdentityTest, TheQuotaOfBytesCountsWhatCallsHold) {
                       Entry("two", "\"infer\"", kScoreToken)});
   const ServerProcess server(Flags());
   const auto channel = ConnectTls(server, authority_);
-  const grpc::Status unstated = TopKAs(channel, kInferToken);
-  EXPECT_EQ(unstated.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_THAT(unstated.error_message(), HasSubstr("it states no size), allowed 1000000"));
+  EXPECT_TRUE(TopKAs(channel, kInferToken).ok());  // its message tells its size
+  v1::TopKResponse response;
+  const grpc::Status large = v1::Sampler::NewStub(channel)->TopK(
+      WithToken(kInferToken).get(), Request(std::vector<float>(250'000), 1, 1), &response);
+  EXPECT_EQ(large.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(large.error_message(), HasSubstr(", allowed 1000000; retry after "));
   const auto stated = [] {
     auto context = WithToken(kInferToken);
     context->AddMetadata("logitd-payload-bytes", "600000");

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "tests/e2e/peers.h"
@@ -30,6 +31,10 @@ inline std::vector<std::string> With(std::vector<std::string> flags,
   return flags;
 }
 
+inline void StateSize(grpc::ClientContext* context, int64_t bytes) {
+  context->AddMetadata("logitd-payload-bytes", absl::StrCat(bytes));
+}
+
 inline grpc::Status TopK(const std::shared_ptr<grpc::Channel>& channel,
                          const v1::TopKRequest& request, v1::TopKResponse* response,
                          absl::Duration deadline = absl::Seconds(30)) {
@@ -45,12 +50,34 @@ inline grpc::Status SmallTopK(const std::shared_ptr<grpc::Channel>& channel,
   return TopK(channel, Request({1, 2}, 1, 1), &response, deadline);
 }
 
-// A call that is admitted and has not sent its message. With kRoomForOne it holds all the room.
-class AdmittedCall final : public GenericCall {
+// With kRoomForOne a call that states so much needs all the room.
+inline constexpr int64_t kAllTheRoom = int64_t{8} << 20;
+
+// A small call that states kAllTheRoom.
+inline grpc::Status TopKInAllTheRoom(const std::shared_ptr<grpc::Channel>& channel,
+                                     grpc::ClientContext* context) {
+  StateSize(context, kAllTheRoom);
+  v1::TopKResponse response;
+  return v1::Sampler::NewStub(channel)->TopK(context, Request({1, 2}, 1, 1), &response);
+}
+
+// A call that has sent headers only. They state a size, so that the call asks for room.
+class AskingCall : public GenericCall {
  public:
-  AdmittedCall(const ServerProcess& server, const std::shared_ptr<grpc::Channel>& channel)
-      : GenericCall(channel, kTopK) {
+  explicit AskingCall(const std::shared_ptr<grpc::Channel>& channel,
+                      const std::string& method = kTopK, int64_t bytes = kAllTheRoom)
+      : GenericCall(channel, method) {
+    StateSize(&context(), bytes);
     EXPECT_TRUE(Start());
+  }
+};
+
+// The same, and it is admitted: it holds the room.
+class AdmittedCall final : public AskingCall {
+ public:
+  AdmittedCall(const ServerProcess& server, const std::shared_ptr<grpc::Channel>& channel,
+               int64_t bytes = kAllTheRoom)
+      : AskingCall(channel, kTopK, bytes) {
     EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '>', 0));
   }
 };

@@ -26,7 +26,7 @@ struct CallReport {
   int64_t sent_bytes = 0;
   int64_t total_ns = 0;
   int64_t wait_ns = 0;     // for room and its turn
-  int64_t receive_ns = 0;  // from then until the message was there
+  int64_t receive_ns = 0;  // until the message was there, without that wait
   engine::JobTimes job;
   int64_t encode_ns = 0;
   int64_t send_ns = 0;  // until the transport was done with the answer

@@ -81,9 +81,12 @@ size_t PayloadOffset(absl::Span<const std::byte> seen) {
 
 MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> seen) {
   const size_t lead = bytes > seen.size() ? PayloadOffset(seen) % kPayloadAlignment : 0;
-  const size_t shift = (kPayloadAlignment - lead) % kPayloadAlignment;
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(
-      kPayloadAlignment, (shift + bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment));
+  // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message for
+  // another one of its size, and the process grows by each message.
+  auto* const memory = static_cast<std::byte*>(std::malloc(bytes + kPayloadAlignment));
+  const size_t shift =
+      (2 * kPayloadAlignment - lead - reinterpret_cast<uintptr_t>(memory) % kPayloadAlignment) %
+      kPayloadAlignment;
   return {.bytes = {memory + shift, bytes}, .keep = std::shared_ptr<void>(memory, &std::free)};
 }
 

@@ -166,7 +166,7 @@ void ServerCall::Start() {
 int64_t ServerCall::age_ns() const { return MonotonicNanos() - started_ns_; }
 
 void ServerCall::OnDrain(absl::Duration) {
-  if (receive_timer_.set()) StartReceiveTimer();
+  if (receiving_) StartReceiveTimer();
 }
 
 void ServerCall::OnLoop(absl::AnyInvocable<void()> work) {
@@ -190,9 +190,15 @@ void ServerCall::Grant(size_t bytes) {
 }
 
 void ServerCall::StartReceiveTimer() {
+  receiving_ = true;
   const absl::Duration timeout = tracker_->message_timeout();
   if (timeout == absl::InfiniteDuration()) return;
   loop_->timers().Set(&receive_timer_, loop_->now_ns() + absl::ToInt64Nanoseconds(timeout));
+}
+
+void ServerCall::StopReceiveTimer() {
+  receiving_ = false;
+  receive_timer_.Cancel();
 }
 
 void ServerCall::Pause(bool pause) {
@@ -327,7 +333,7 @@ void ServerCall::Finish(const absl::Status& status, EncodedMessage message) {
   if (!message.empty()) Write(std::move(message));
   finished_ = true;
   deadline_timer_.Cancel();
-  receive_timer_.Cancel();
+  StopReceiveTimer();
   memory_ = {};
   std::vector<std::byte>().swap(seen_);
   stream_->ReleaseEarly();
@@ -345,7 +351,7 @@ void ServerCall::Reset() {
 void ServerCall::OnClosed(http2::Closed why) {
   const std::shared_ptr<ServerCall> self = shared_from_this();
   deadline_timer_.Cancel();
-  receive_timer_.Cancel();
+  StopReceiveTimer();
   const bool cancelled = why != http2::Closed::kEnded;
   stream_ = nullptr;
   if (cancelled) OnCancelled(absl::CancelledError("call cancelled"));

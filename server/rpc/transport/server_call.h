@@ -92,7 +92,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void Grant(size_t bytes);
   // The message must be there in so long from here on; else LateStatus ends the call.
   void StartReceiveTimer();
-  void StopReceiveTimer() { receive_timer_.Cancel(); }
+  void StopReceiveTimer();
   // While true, the next message stays with the peer.
   void Pause(bool pause);
 
@@ -158,6 +158,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   bool finished_ = false;
   http2::Timer deadline_timer_;
   http2::Timer receive_timer_;
+  bool receiving_ = false;  // the timer's time counts, though it may be infinite before a drain
   ServerCall* previous_ = nullptr;  // in the tracker's list
   ServerCall* next_ = nullptr;
 };

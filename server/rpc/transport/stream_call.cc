@@ -111,6 +111,7 @@ void StreamCall::Begin() {
 void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
   entering_ = true;
   const bool first = largest_ == 0;
+  if (first) asked_ns_ = age_ns();
   engine::RoomAsk ask = {.caller = headers_.caller, .deadline = headers_.deadline};
   ask.between_messages = !message_bytes.has_value();
   ask.bytes = message_bytes.has_value()
@@ -140,7 +141,7 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (!ticket.ok()) return EndInput(ticket.status());
   ticket_ = *std::move(ticket);
   if (largest_ == 0) {
-    wait_ns_ = age_ns();
+    wait_ns_ = age_ns() - asked_ns_;
     environment_.metrics->CountPhase(engine::CallPhase::kAdmission,
                                      static_cast<double>(wait_ns_) * 1e-9);
     StartReceiveTimer();

@@ -86,7 +86,8 @@ class StreamCall final : public ServerCall {
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
   int64_t largest_ = 0;  // most bytes a message needed; 0: none came
   // For the log.
-  int64_t wait_ns_ = 0;  // of the first message
+  int64_t asked_ns_ = 0;  // the call's age when the first message asked for room
+  int64_t wait_ns_ = 0;   // of the first message
   int64_t messages_ = 0;
   int64_t rows_ = 0;
 };

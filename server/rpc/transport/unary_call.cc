@@ -40,6 +40,7 @@ absl::Status UnaryCall::CheckHeaders() {
 }
 
 void UnaryCall::EnterAdmission(int64_t bytes) {
+  asked_ns_ = ServerCall::age_ns();
   const std::weak_ptr<ServerCall> weak = weak_from_this();
   admission_wait_.Enter(
       {.caller = headers_.caller,
@@ -65,9 +66,9 @@ void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (finished()) return;
   if (!ticket.ok()) return End(ticket.status());
   ticket_ = *std::move(ticket);
-  admitted_ns_ = ServerCall::age_ns();
+  wait_ns_ = ServerCall::age_ns() - asked_ns_;
   environment().metrics->CountPhase(engine::CallPhase::kAdmission,
-                                    static_cast<double>(admitted_ns_) * 1e-9);
+                                    static_cast<double>(wait_ns_) * 1e-9);
   StartReceiveTimer();
   if (headers_.stated_bytes.has_value()) Grant(static_cast<size_t>(*headers_.stated_bytes));
   ReceiveIfAdmitted();
@@ -96,7 +97,7 @@ void UnaryCall::OnMessage(MessageMemory message) {
   have_message_ = true;
   receive_ns_ = ServerCall::age_ns();
   environment().metrics->CountPhase(engine::CallPhase::kReceive,
-                                    static_cast<double>(receive_ns_ - admitted_ns_) * 1e-9);
+                                    static_cast<double>(receive_ns_ - wait_ns_) * 1e-9);
   const auto bytes = static_cast<int64_t>(message.bytes.size());
   absl::Status status = Take(std::move(message), headers_);
   if (status.ok()) status = work_.Arrived(work_bytes(bytes), spec());
@@ -206,8 +207,8 @@ void UnaryCall::Report() {
                             .received_bytes = received_bytes(),
                             .sent_bytes = sent_bytes(),
                             .total_ns = total_ns,
-                            .wait_ns = admitted_ns_,
-                            .receive_ns = have_message_ ? receive_ns_ - admitted_ns_ : 0,
+                            .wait_ns = wait_ns_,
+                            .receive_ns = have_message_ ? receive_ns_ - wait_ns_ : 0,
                             .job = times_,
                             .encode_ns = encode_ns_,
                             .send_ns = send_ns});

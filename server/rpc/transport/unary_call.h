@@ -82,8 +82,9 @@ class UnaryCall final : public ServerCall, public RequestJob {
   DoneTask done_task_;
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
   // For the log, in nanoseconds of the call's age.
-  int64_t admitted_ns_ = 0;
-  int64_t receive_ns_ = 0;
+  int64_t asked_ns_ = 0;    // for room
+  int64_t wait_ns_ = 0;     // from then until it was admitted
+  int64_t receive_ns_ = 0;  // when the message was there
   int64_t ended_ns_ = 0;
   engine::JobTimes times_;
   int64_t encode_ns_ = 0;
