@@ -48,7 +48,7 @@ class ServerTest : public ::testing::Test, public ServerEvents {
     ASSERT_TRUE(server_->Listen({"unix:" + path_}, std::nullopt).ok());
     server_->Start();
   }
-  ~ServerTest() override {
+  void TearDown() override {  // the loops call this object's methods until then
     server_.reset();
     EXPECT_EQ(open_, 0);
   }
