@@ -56,7 +56,7 @@ HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t m
   const int64_t streams = int64_t{config.streams} * devices;
   HostMemory most = {
       .slabs = streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows),
-      .messages = rpc::TransportBytes(config.max_held_bytes),
+      .messages = config.max_held_bytes + config.max_connection_bytes,
       .process = kProcess};
   if (cpu) {
     most.heads = max_head_bytes * devices;
