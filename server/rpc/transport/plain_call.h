@@ -36,6 +36,8 @@ class PlainCall : public ServerCall {
   // `environment` outlives it.
   PlainCall(http2::Stream* stream, const CallEnvironment& environment, const PlainMethod& method);
 
+  bool counts() const override { return method_.counts; }
+
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
