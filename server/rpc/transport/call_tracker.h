@@ -39,7 +39,7 @@ class CallTracker {
   absl::Duration message_timeout() const;
   // For a call whose message did not come in time: DEADLINE_EXCEEDED, or UNAVAILABLE in a drain.
   absl::Status LateStatus() const;
-  // How long a caller that gets `status`, a RESOURCE_EXHAUSTED, is told to wait.
+  // The time to wait that a caller is told with `status`, a RESOURCE_EXHAUSTED.
   absl::Duration RetryDelay(const absl::Status& status) const;
 
  private:

@@ -31,7 +31,7 @@ constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
 constexpr size_t kMinPlacedBytes = size_t{64} << 10;
 constexpr size_t kMinPlacedRun = size_t{4} << 10;
 
-// What an answer that is sent from its slab holds until it is sent.
+// The slab and the ticket of an answer that is sent from its slab, until it is sent.
 struct KeptAnswer {
   KeptAnswer(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
       : slab(std::move(slab)), ticket(std::move(ticket)) {}
@@ -40,8 +40,8 @@ struct KeptAnswer {
   engine::Admission::Ticket ticket;
 };
 
-// Where the first field begins that `seen`, the beginning of a message, does not hold: its payload.
-// 0: not known.
+// The offset of the payload in a message that begins with `seen`: the first field that is not whole
+// there. 0: not known.
 size_t PayloadOffset(absl::Span<const std::byte> seen) {
   const Piece piece = seen;
   WireReader reader({&piece, 1});
@@ -183,7 +183,7 @@ absl::Status RequestJob::FindPlaces() {
     if (absl::Status status = find(input, input.row_bytes); !status.ok()) return status;
   }
   FindAnswerPlace();
-  // Where there is one device, rows of every origin share batches.
+  // With one device, rows of every origin share batches.
   if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
   return absl::OkStatus();
 }
@@ -204,8 +204,8 @@ void RequestJob::FindAnswerPlace() {
   placed_in_.push_back(std::move(place.arena));
 }
 
-// Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
-// limit includes the small fields.
+// Makes --max-request-bytes exact: a batch may hold more than one request, and the limit on a whole
+// message includes its small fields.
 absl::Status RequestJob::CheckFits() const {
   const int64_t payload_bytes = spec_.size.payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {

@@ -33,9 +33,9 @@ namespace logitd::rpc {
 
 class CallLog;
 
-// What the calls of one server share. Outlives the calls.
 class TurnJobs;
 
+// The parts of a server that its calls share. Outlives the calls.
 struct CallEnvironment {
   engine::Admission* admission;
   engine::Engine* engine;
@@ -59,8 +59,8 @@ class RequestJob : public engine::Job {
   // Its time starts here.
   RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
 
-  // Whether a message may have so many bytes. INVALID_ARGUMENT, counted: no message may, or the call
-  // has stated less.
+  // Checks the size of a message. INVALID_ARGUMENT, counted: it is larger than any may be, or than
+  // the call has stated.
   absl::Status CheckMessageSize(int64_t bytes, const CallHeaders& headers) const;
 
   // Memory for a message of `bytes` bytes, which begins with `seen`. Its payload is aligned as far as
