@@ -524,14 +524,16 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->envname(EnvironmentName("--allow-remote-heads"));
   AddDoor(app, config);
   AddArenas(app, config);
-  AddInteger(app, "--loops", &config->loops, 0, 256,
-             "Event loops, one thread each, which share the connections; 0: one for every two cores");
+  AddInteger(
+      app, "--loops", &config->loops, 0, 256,
+      "Event loops, one thread each, which share the connections; 0: one for every two cores");
   AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
              "Calls that may be open on a connection");
-  AddSize(app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
-          "Memory that all connections may hold beside admitted messages: header lists, state, early "
-          "bytes, answers that are not taken. Near it the connection that holds most without moving "
-          "is closed");
+  AddSize(
+      app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
+      "Memory that all connections may hold beside admitted messages: header lists, state, early "
+      "bytes, answers that are not taken. Near it the connection that holds most without moving "
+      "is closed");
   AddDuration(
       app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
       /*infinite=*/true,

@@ -38,8 +38,7 @@ int64_t ResidentBytes() {
 }
 
 MemoryWatch::MemoryWatch(MemoryWatchOptions options)
-    : options_(WithDefaults(std::move(options))),
-      thread_([this] { Run(); }) {}
+    : options_(WithDefaults(std::move(options))), thread_([this] { Run(); }) {}
 
 MemoryWatch::~MemoryWatch() {
   {

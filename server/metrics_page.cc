@@ -68,15 +68,14 @@ std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registr
       .Set(1);
   std::shared_ptr<const GpuMetrics> gpu;
   if (!devices.front().pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), devices);
-  return
-      [registry = std::move(registry), traffic = std::move(traffic), gpu = std::move(gpu)] {
-        std::vector<prometheus::MetricFamily> families = registry->Collect();
-        families.push_back(LogMetrics());
-        AddTraffic(traffic->Get(), &families);
-        Append(ProcessMetrics(), &families);
-        if (gpu != nullptr) Append(gpu->Collect(), &families);
-        return prometheus::TextSerializer().Serialize(families);
-      };
+  return [registry = std::move(registry), traffic = std::move(traffic), gpu = std::move(gpu)] {
+    std::vector<prometheus::MetricFamily> families = registry->Collect();
+    families.push_back(LogMetrics());
+    AddTraffic(traffic->Get(), &families);
+    Append(ProcessMetrics(), &families);
+    if (gpu != nullptr) Append(gpu->Collect(), &families);
+    return prometheus::TextSerializer().Serialize(families);
+  };
 }
 
 }  // namespace logitd

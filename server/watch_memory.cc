@@ -34,15 +34,14 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
   };
   const int64_t messages = most.messages + kProcessGrowth;
   const auto limit = [=] { return base + device_growth() + messages; };
-  return std::make_unique<MemoryWatch>(
-      MemoryWatchOptions{
-          .base = base,
-          .allowed_growth = [=] { return limit() - base; },
-          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
-          .shed = [server](bool shed) { server->RefuseConnections(shed); },
-          .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
-          // Pinned arenas have a limit of their own.
-          .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); }});
+  return std::make_unique<MemoryWatch>(MemoryWatchOptions{
+      .base = base,
+      .allowed_growth = [=] { return limit() - base; },
+      .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
+      .shed = [server](bool shed) { server->RefuseConnections(shed); },
+      .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
+      // Pinned arenas have a limit of their own.
+      .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); }});
 }
 
 }  // namespace logitd

@@ -96,9 +96,9 @@ struct Connection::Callbacks {
             return Of(user)->OnBeginHeaders(*frame);
           });
       nghttp2_session_callbacks_set_on_header_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name,
-                   size_t name_bytes, const uint8_t* value, size_t value_bytes, uint8_t,
-                   void* user) {
+          made,
+          [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name, size_t name_bytes,
+             const uint8_t* value, size_t value_bytes, uint8_t, void* user) {
             return Of(user)->OnHeader(*frame, {reinterpret_cast<const char*>(name), name_bytes},
                                       {reinterpret_cast<const char*>(value), value_bytes});
           });
@@ -107,8 +107,8 @@ struct Connection::Callbacks {
             return Of(user)->OnFrame(*frame);
           });
       nghttp2_session_callbacks_set_on_data_chunk_recv_callback(
-          made, [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes,
-                   void* user) {
+          made,
+          [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes, void* user) {
             return Of(user)->OnData(id, {reinterpret_cast<const std::byte*>(data), bytes});
           });
       nghttp2_session_callbacks_set_on_stream_close_callback(
@@ -270,7 +270,8 @@ void Connection::Close(Cut cut) {
   nghttp2_session_del(session_);
   session_ = nullptr;
   pieces_.clear();
-  for (std::atomic<int64_t>* count : {&account_.tls, &account_.headers, &account_.early, &account_.unsent}) {
+  for (std::atomic<int64_t>* count :
+       {&account_.tls, &account_.headers, &account_.early, &account_.unsent}) {
     Hold(count, -count->load(std::memory_order_relaxed));
   }
   held_->Flush();
@@ -282,10 +283,10 @@ void Connection::Close(Cut cut) {
 void Connection::SubmitReason() {
   // With this text gRPC's clients ping half as often on their next connection.
   const std::string_view text = cut_ == Cut::kPings ? "too_many_pings" : NameOf(cut_).name;
-  nghttp2_submit_goaway(
-      session_, NGHTTP2_FLAG_NONE, nghttp2_session_get_last_proc_stream_id(session_),
-      cut_ == Cut::kProtocol ? NGHTTP2_PROTOCOL_ERROR : NGHTTP2_ENHANCE_YOUR_CALM,
-      reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  nghttp2_submit_goaway(session_, NGHTTP2_FLAG_NONE,
+                        nghttp2_session_get_last_proc_stream_id(session_),
+                        cut_ == Cut::kProtocol ? NGHTTP2_PROTOCOL_ERROR : NGHTTP2_ENHANCE_YOUR_CALM,
+                        reinterpret_cast<const uint8_t*>(text.data()), text.size());
 }
 
 // ---- reading
@@ -304,7 +305,8 @@ void Connection::OnReady(uint32_t events) {
 absl::Span<std::byte> Connection::DirectRoom() {
   if (data_stream_ == nullptr || data_left_ < kLeastDirect) return {};
   const absl::Span<std::byte> room = data_stream_->events_->Room(kLeastDirect);
-  return room.size() < kLeastDirect ? absl::Span<std::byte>() : room.first(std::min(room.size(), data_left_));
+  return room.size() < kLeastDirect ? absl::Span<std::byte>()
+                                    : room.first(std::min(room.size(), data_left_));
 }
 
 void Connection::ReadSome() {
@@ -409,7 +411,8 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   return 0;
 }
 
-int Connection::OnHeader(const nghttp2_frame& frame, std::string_view name, std::string_view value) {
+int Connection::OnHeader(const nghttp2_frame& frame, std::string_view name,
+                         std::string_view value) {
   Stream* const stream = Find(frame.hd.stream_id);
   if (stream == nullptr || frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers
   stream->header_list_bytes_ += name.size() + value.size() + 32;
@@ -650,17 +653,19 @@ void Connection::OnTurnEnd() {
 }
 
 void Connection::EndIfDone() {
-  const bool over = nghttp2_session_want_read(session_) == 0 && nghttp2_session_want_write(session_) == 0;
+  const bool over =
+      nghttp2_session_want_read(session_) == 0 && nghttp2_session_want_write(session_) == 0;
   if (over || (going_away_ && streams_.empty())) Close();
 }
 
 // ---- times
 
 void Connection::SetTick() {
-  const int64_t shortest = std::min({Nanos(times_.send), Nanos(times_.preface), Nanos(times_.handshake),
-                                     Nanos(times_.max_idle), Nanos(times_.max_age), Nanos(times_.keepalive),
-                                     Nanos(times_.keepalive_timeout)});
-  loop_->timers().Set(&tick_, loop_->now_ns() + std::clamp(shortest / 4, int64_t{1'000'000}, kTickNs));
+  const int64_t shortest = std::min(
+      {Nanos(times_.send), Nanos(times_.preface), Nanos(times_.handshake), Nanos(times_.max_idle),
+       Nanos(times_.max_age), Nanos(times_.keepalive), Nanos(times_.keepalive_timeout)});
+  loop_->timers().Set(&tick_,
+                      loop_->now_ns() + std::clamp(shortest / 4, int64_t{1'000'000}, kTickNs));
 }
 
 void Connection::Tick() {
@@ -684,7 +689,8 @@ void Connection::Tick() {
   } else if (pinged_ns_ != 0 && over(pinged_ns_, times_.keepalive_timeout)) {
     return Close(Cut::kKeepalive);
   }
-  if (now_ns >= age_ends_ns_ || (streams_.empty() && over(idle_since_ns_, times_.max_idle))) Drain();
+  if (now_ns >= age_ends_ns_ || (streams_.empty() && over(idle_since_ns_, times_.max_idle)))
+    Drain();
   if (draining_ && !going_away_ && now_ns - drained_ns_ >= kTickNs) {
     going_away_ = true;
     nghttp2_submit_goaway(session_, NGHTTP2_FLAG_NONE,

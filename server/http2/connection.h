@@ -52,9 +52,9 @@ nghttp2_nv ToNv(const Field& field);
 
 // How long things may take. InfiniteDuration: as long as they like.
 struct Times {
-  absl::Duration preface = absl::Seconds(20);   // TLS excluded
+  absl::Duration preface = absl::Seconds(20);  // TLS excluded
   absl::Duration handshake = absl::Seconds(10);
-  absl::Duration send = absl::Seconds(30);      // until the peer takes something of a response
+  absl::Duration send = absl::Seconds(30);  // until the peer takes something of a response
   absl::Duration max_age = absl::InfiniteDuration();
   absl::Duration max_idle = absl::InfiniteDuration();
   absl::Duration keepalive = absl::Minutes(1);  // of silence until a ping
@@ -181,9 +181,9 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   absl::flat_hash_map<int32_t, std::unique_ptr<Stream>> streams_;
 
   bool handshaking_ = false;
-  bool feeding_ = false;   // inside nghttp2_session_mem_recv
+  bool feeding_ = false;  // inside nghttp2_session_mem_recv
   bool closing_ = false;
-  bool preface_ = false;   // the peer's first settings are there
+  bool preface_ = false;  // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
   bool told_ = false;        // a GOAWAY gave an error: nghttp2's own if the peer broke the protocol

@@ -99,7 +99,8 @@ absl::Status RequestJob::CheckMessageSize(int64_t bytes, const CallHeaders& head
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, max_message_bytes()));
   }
   status = headers.CheckMessage(bytes);
-  if (!status.ok()) environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
+  if (!status.ok())
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
   return status;
 }
 
@@ -198,8 +199,9 @@ absl::Status RequestJob::CheckFits() const {
 
 // An answer can be larger than its request, and a slow peer holds it for long.
 int64_t RequestJob::needed_bytes() const {
-  return std::max(static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
-                  codec_->answer_bytes());
+  return std::max(
+      static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
+      codec_->answer_bytes());
 }
 
 void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
@@ -251,7 +253,7 @@ void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
 }
 
 EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
-                                    const engine::JobTimes& times) {
+                                  const engine::JobTimes& times) {
   engine::JobAnswer sent{.outputs = answer.outputs};
   const bool in_message = codec_->shared_answer(answer).arena == nullptr;
   if (answer.keep != nullptr && in_message && codec_->answer_bytes() >= kMinKeptBytes) {

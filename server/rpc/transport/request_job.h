@@ -39,7 +39,7 @@ struct CallEnvironment {
   engine::Heads* heads;
   engine::Metrics* metrics;
   engine::Load* load;
-  door::DoorMetrics* door_metrics;      // null: none
+  door::DoorMetrics* door_metrics;     // null: none
   const door::Identities* identities;  // null: everybody may call everything
   CallTracker* tracker;
   const CallLog* log;
@@ -100,7 +100,7 @@ class RequestJob : public engine::Job {
   // The response message. A large answer is sent from the slab that holds it, which then stays with
   // the ticket until the message is sent.
   EncodedMessage Encode(const engine::JobAnswer& answer, int64_t receive_ns,
-                          const engine::JobTimes& times);
+                        const engine::JobTimes& times);
   // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK, or
   // with the error that the request ends with. `next` runs in this call, or on the lease's own
   // thread, and keeps this alive.
