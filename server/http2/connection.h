@@ -176,7 +176,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   PeerInfo peer_;
   const std::unique_ptr<TlsSession> tls_;
   Account account_;
-  nghttp2_mem memory_;
+  nghttp2_mem memory_ = {};
   nghttp2_session* session_ = nullptr;
   absl::flat_hash_map<int32_t, std::unique_ptr<Stream>> streams_;
 
