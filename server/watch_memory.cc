@@ -32,8 +32,8 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
     const int64_t scratch = heads > 0 ? most.head_scratch : 0;
     return most.slabs + heads - heads_at_start + scratch;
   };
-  const int64_t messages = most.messages + kProcessGrowth;
-  const auto limit = [=] { return base + device_growth() + messages; };
+  const int64_t held = most.messages + most.connections + kProcessGrowth;
+  const auto limit = [=] { return base + device_growth() + held; };
   return std::make_unique<MemoryWatch>(MemoryWatchOptions{
       .base = base,
       .allowed_growth = [=] { return limit() - base; },
