@@ -73,7 +73,7 @@ TEST_F(HeadChoiceTest, TheTypeDecidesWhereTyingIsNotStated) {
   for (const char* type : {"llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "mixtral"}) {
     const std::string config = absl::StrFormat(R"({"model_type": "%s", "vocab_size": 4})", type);
     EXPECT_THAT(TensorOf(Folder(config, {kEmbeddings, "model.norm.weight"})),
-                AllOf(HasSubstr("tie_word_embeddings: got none, which is false for model_type"),
+                AllOf(HasSubstr("tie_word_embeddings: got none, which means false for model_type"),
                       HasSubstr("looked for "), HasSubstr(kHead), HasSubstr("there: "),
                       HasSubstr(kEmbeddings)))
         << type;
