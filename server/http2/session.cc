@@ -59,9 +59,9 @@ struct Connection::Callbacks {
             return Of(user)->OnBeginHeaders(*frame);
           });
       nghttp2_session_callbacks_set_on_header_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name,
-                   size_t name_bytes, const uint8_t* value, size_t value_bytes, uint8_t,
-                   void* user) {
+          made,
+          [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name, size_t name_bytes,
+             const uint8_t* value, size_t value_bytes, uint8_t, void* user) {
             return Of(user)->OnHeader(*frame, {reinterpret_cast<const char*>(name), name_bytes},
                                       {reinterpret_cast<const char*>(value), value_bytes});
           });
@@ -70,8 +70,8 @@ struct Connection::Callbacks {
             return Of(user)->OnFrame(*frame);
           });
       nghttp2_session_callbacks_set_on_data_chunk_recv_callback(
-          made, [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes,
-                   void* user) {
+          made,
+          [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes, void* user) {
             return Of(user)->OnData(id, {reinterpret_cast<const std::byte*>(data), bytes});
           });
       nghttp2_session_callbacks_set_on_stream_close_callback(
