@@ -453,6 +453,37 @@ void CheckNames(const CLI::App& app) {
   }
 }
 
+void AddConnections(CLI::App& app, Config* config) {
+  AddInteger(
+      app, "--loops", &config->loops, 0, 256,
+      "Event loops, one thread each, which share the connections; 0: one for every two cores");
+  AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
+             "Calls that may be open on a connection");
+  AddSize(
+      app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
+      "Memory that all connections may hold beside admitted messages: header lists, state, early "
+      "bytes, answers that are not taken. Near it the connection that holds most without moving "
+      "is closed");
+  AddDuration(
+      app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
+      /*infinite=*/true,
+      "Age at which a connection is asked to end: its calls finish, and its client connects "
+      "again");
+  AddDuration(app, "--max-connection-idle", &config->max_connection_idle, absl::Seconds(1),
+              /*infinite=*/true, "Time without a call after which a connection ends");
+  AddDuration(
+      app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
+      /*infinite=*/true,
+      "Time without a byte from a peer after which the server asks whether it is still there; "
+      "without an answer in 20s the connection ends");
+  AddDuration(
+      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
+      /*infinite=*/false,
+      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
+      "one more for each frame of an answer. A peer that pings more often is told "
+      "\"too_many_pings\" and its connection ends. 0: any");
+}
+
 }  // namespace
 
 std::string_view Version() { return LOGITD_VERSION; }
@@ -524,32 +555,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->envname(EnvironmentName("--allow-remote-heads"));
   AddDoor(app, config);
   AddArenas(app, config);
-  AddInteger(app, "--loops", &config->loops, 0, 256,
-             "Event loops, one thread each, which share the connections; 0: one for every two cores");
-  AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
-             "Calls that may be open on a connection");
-  AddSize(app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
-          "Memory that all connections may hold beside admitted messages: header lists, state, early "
-          "bytes, answers that are not taken. Near it the connection that holds most without moving "
-          "is closed");
-  AddDuration(
-      app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
-      /*infinite=*/true,
-      "Age at which a connection is asked to end: its calls finish, and its client connects "
-      "again");
-  AddDuration(app, "--max-connection-idle", &config->max_connection_idle, absl::Seconds(1),
-              /*infinite=*/true, "Time without a call after which a connection ends");
-  AddDuration(
-      app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
-      /*infinite=*/true,
-      "Time without a byte from a peer after which the server asks whether it is still there; "
-      "without an answer in 20s the connection ends");
-  AddDuration(
-      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
-      /*infinite=*/false,
-      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
-      "one more for each frame of an answer. A peer that pings more often is told "
-      "\"too_many_pings\" and its connection ends. 0: any");
+  AddConnections(app, config);
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");

@@ -32,8 +32,7 @@ int64_t ResidentBytes() {
 }
 
 MemoryWatch::MemoryWatch(MemoryWatchOptions options)
-    : options_(std::move(options)),
-      thread_([this] { Run(); }) {}
+    : options_(std::move(options)), thread_([this] { Run(); }) {}
 
 MemoryWatch::~MemoryWatch() {
   {

@@ -69,15 +69,14 @@ std::function<std::string()> MakeMetricsPage(const engine::Metrics& metrics,
       .Set(1);
   std::shared_ptr<const GpuMetrics> gpu;
   if (!devices.front().pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), devices);
-  return
-      [page = metrics.page(), traffic = std::move(traffic), gpu = std::move(gpu)] {
-        std::vector<prometheus::MetricFamily> families = page->Collect();
-        families.push_back(LogMetrics());
-        AddTraffic(traffic->Get(), &families);
-        Append(ProcessMetrics(), &families);
-        if (gpu != nullptr) Append(gpu->Collect(), &families);
-        return prometheus::TextSerializer().Serialize(families);
-      };
+  return [page = metrics.page(), traffic = std::move(traffic), gpu = std::move(gpu)] {
+    std::vector<prometheus::MetricFamily> families = page->Collect();
+    families.push_back(LogMetrics());
+    AddTraffic(traffic->Get(), &families);
+    Append(ProcessMetrics(), &families);
+    if (gpu != nullptr) Append(gpu->Collect(), &families);
+    return prometheus::TextSerializer().Serialize(families);
+  };
 }
 
 }  // namespace logitd

@@ -8,10 +8,10 @@
 #include "server/arena/leases.h"
 #include "server/config.h"
 #include "server/door/door_metrics.h"
-#include "server/memory_watch.h"
 #include "server/engine/admission.h"
 #include "server/engine/devices.h"
 #include "server/engine/metrics.h"
+#include "server/memory_watch.h"
 #include "server/rpc/rpc_server.h"
 
 namespace logitd {
@@ -20,10 +20,10 @@ namespace logitd {
 // what docs/operations.md says: what calls and connections may hold and, on the CPU, memory that
 // becomes resident when it is first used. `base`: resident bytes before the server started.
 std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
-                                               int64_t base, const engine::Admission& admission,
-                                               const engine::Metrics& metrics,
-                                               std::shared_ptr<door::DoorMetrics> door_metrics,
-                                               const arena::Leases& leases, engine::Places* places,
+                                         int64_t base, const engine::Admission& admission,
+                                         const engine::Metrics& metrics,
+                                         std::shared_ptr<door::DoorMetrics> door_metrics,
+                                         const arena::Leases& leases, engine::Places* places,
                                          rpc::RpcServer* server);
 
 }  // namespace logitd

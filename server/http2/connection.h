@@ -54,7 +54,7 @@ nghttp2_nv ToNv(const Field& field);
 struct Times {
   absl::Duration preface = absl::Seconds(20);  // until the peer's settings, after the handshake
   absl::Duration handshake = absl::Seconds(10);
-  absl::Duration send = absl::Seconds(30);      // until the peer takes something of a response
+  absl::Duration send = absl::Seconds(30);  // until the peer takes something of a response
   absl::Duration max_age = absl::InfiniteDuration();
   absl::Duration max_idle = absl::InfiniteDuration();
   absl::Duration keepalive = absl::Minutes(1);  // of silence until a ping
@@ -177,14 +177,14 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   PeerInfo peer_;
   const std::unique_ptr<TlsSession> tls_;
   Account account_;
-  nghttp2_mem memory_;
+  nghttp2_mem memory_ = {};
   nghttp2_session* session_ = nullptr;
   absl::flat_hash_map<int32_t, std::unique_ptr<Stream>> streams_;
 
   bool handshaking_ = false;
-  bool feeding_ = false;   // inside nghttp2_session_mem_recv
+  bool feeding_ = false;  // inside nghttp2_session_mem_recv
   bool closing_ = false;
-  bool preface_ = false;   // the peer's first settings are there
+  bool preface_ = false;  // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
   bool told_ = false;  // a GOAWAY with an error was sent, by nghttp2 if the peer broke the protocol

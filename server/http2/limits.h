@@ -52,7 +52,7 @@ struct Limits {
   uint32_t max_header_list = 8 << 10;
   // Beyond this the connection ends: reading it costs processor time that others need.
   size_t hard_header_list = size_t{256} << 10;
-  uint32_t max_streams = 2048;            // advertised
+  uint32_t max_streams = 2048;             // advertised
   uint32_t max_frame = uint32_t{1} << 20;  // advertised: large frames need few reads
   // Body bytes that the peer may send on a stream before more are granted.
   uint32_t early_window = 65535;  // the protocol's own value, so a setting costs no round trip

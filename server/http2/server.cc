@@ -25,9 +25,7 @@ constexpr int64_t kMovedLatelyNs = 2'000'000'000;
 class Server::Host final : public ConnectionHost {
  public:
   Host(Server* server, int index)
-      : server_(server),
-        held_(&server->held_, server->options_.max_held_bytes),
-        loop_(index) {}
+      : server_(server), held_(&server->held_, server->options_.max_held_bytes), loop_(index) {}
 
   Loop& loop() { return loop_; }
   void Start() { loop_.Start(absl::StrCat("http2-", loop_.index()).c_str()); }
@@ -37,9 +35,9 @@ class Server::Host final : public ConnectionHost {
   void Expect() { count_.fetch_add(1, std::memory_order_relaxed); }
 
   void Add(int fd, PeerInfo peer, std::unique_ptr<TlsSession> tls) {
-    auto connection = std::make_shared<Connection>(&loop_, this, &held_, server_->options_.limits,
-                                                   server_->options_.times, fd, std::move(peer),
-                                                   std::move(tls));
+    auto connection =
+        std::make_shared<Connection>(&loop_, this, &held_, server_->options_.limits,
+                                     server_->options_.times, fd, std::move(peer), std::move(tls));
     Known& known = all_[connection.get()];
     known.connection = connection;
     if (connection->in_handshake()) {
@@ -118,7 +116,7 @@ class Server::Host final : public ConnectionHost {
   std::atomic<int64_t> count_ = 0;
   absl::flat_hash_map<Connection*, Known> all_;
   std::list<Connection*> handshakes_;  // unfinished or ended lately, the oldest first
-  Loop loop_;  // ends first: its tasks use the others
+  Loop loop_;                          // ends first: its tasks use the others
 };
 
 Server::Server(const ServerOptions& options, ServerEvents* events)
@@ -164,9 +162,10 @@ void Server::Accept(int fd, const sockaddr_storage& address, socklen_t length) {
     close(fd);
     return;
   }
-  Host* const host = std::min_element(hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) {
-                       return a->count() < b->count();
-                     })->get();
+  Host* const host =
+      std::min_element(hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) {
+        return a->count() < b->count();
+      })->get();
   host->Expect();
   host->loop().Post([host, fd, peer = std::move(peer), tls = std::move(tls)]() mutable {
     host->Add(fd, std::move(peer), std::move(tls));

@@ -60,7 +60,8 @@ void Stream::Grant(int64_t bytes) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - (1 << 20);
   while (bytes > granted_) {
     const auto more = static_cast<int32_t>(std::min(bytes - granted_, kMost));
-    if (nghttp2_submit_window_update(connection_->session_, NGHTTP2_FLAG_NONE, id_, more) != 0) return;
+    if (nghttp2_submit_window_update(connection_->session_, NGHTTP2_FLAG_NONE, id_, more) != 0)
+      return;
     granted_ += more;
   }
   connection_->Wake();

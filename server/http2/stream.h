@@ -134,8 +134,8 @@ class Stream {
   int64_t early_ = 0;
 
   bool responded_ = false;
-  bool ended_ = false;      // End was called
-  bool deferred_ = false;   // nghttp2 waits for bytes
+  bool ended_ = false;     // End was called
+  bool deferred_ = false;  // nghttp2 waits for bytes
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
   int64_t unsent_bytes_ = 0;

@@ -67,8 +67,9 @@ void HealthService::Register(Registry* registry) {
   registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
     return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
   });
-  registry->Add(std::string(kWatch.path),
-                [this](http2::Stream* stream) { return std::make_shared<WatchCall>(stream, this); });
+  registry->Add(std::string(kWatch.path), [this](http2::Stream* stream) {
+    return std::make_shared<WatchCall>(stream, this);
+  });
 }
 
 void HealthService::Set(const std::string& service, bool serving) {

@@ -36,12 +36,12 @@ struct RpcServerOptions {
   std::string remote_listen;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
-  int loops = 1;                 // event loops, one thread each
-  http2::Limits limits;          // of a connection
+  int loops = 1;                                        // event loops, one thread each
+  http2::Limits limits;                                 // of a connection
   int64_t max_connections = 1024;
   int64_t max_connection_bytes = int64_t{256} << 20;  // http2::ServerOptions::max_held_bytes
   std::shared_ptr<door::DoorMetrics> door_metrics;    // null: none
-  std::shared_ptr<const door::TlsSource> tls;  // null: no TLS
+  std::shared_ptr<const door::TlsSource> tls;         // null: no TLS
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
   const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server

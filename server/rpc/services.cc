@@ -91,22 +91,23 @@ std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registr
     const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
                                            [&](const OpCodecs& c) { return c.op == op.op; });
     // Naming the descriptor links the file in, for reflection to serve.
-    const std::string service(codecs.message()->file()->pool()->FindServiceByName(
-        std::string(op.service))->full_name());
+    const std::string service(
+        codecs.message()->file()->pool()->FindServiceByName(std::string(op.service))->full_name());
     if (!absl::c_linear_search(services, service)) services.push_back(service);
     const auto access = [&](std::string_view method) {
       return Access{.method = {method.data(), method.size()}, .role = codecs.role};
     };
     // Paths live as long as the program: calls and the log name them.
     const auto path = [&](std::string_view method) {
-      return std::string_view(*new std::string(absl::StrCat("/", service, "/", std::string(method))));
+      return std::string_view(
+          *new std::string(absl::StrCat("/", service, "/", std::string(method))));
     };
     const std::string_view unary = path(op.method);
-    registry->Add(std::string(unary),
-                  [=, &environment, access = access(op.method)](http2::Stream* stream) {
-                    return std::make_shared<UnaryCall>(stream, unary, environment, access,
-                                                       codecs.for_call(find, /*is_stream=*/false)());
-                  });
+    registry->Add(
+        std::string(unary), [=, &environment, access = access(op.method)](http2::Stream* stream) {
+          return std::make_shared<UnaryCall>(stream, unary, environment, access,
+                                             codecs.for_call(find, /*is_stream=*/false)());
+        });
     if (op.stream_method.empty()) continue;
     const std::string_view streaming = path(op.stream_method);
     registry->Add(std::string(streaming),

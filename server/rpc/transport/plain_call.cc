@@ -17,10 +17,9 @@ void PlainCall::Begin() {
   if (method_.open) return;
   const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
   const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
-  const absl::Status status =
-      Authorize(metadata(), connection().peer(), environment_.identities, access,
-                environment_.metrics)
-          .status();
+  const absl::Status status = Authorize(metadata(), connection().peer(), environment_.identities,
+                                        access, environment_.metrics)
+                                  .status();
   if (!status.ok()) End(status);
 }
 
@@ -80,8 +79,8 @@ void PlainCall::End(const absl::Status& status) {
 }
 
 void PlainCall::OnOver() {
-  const bool wanted = method_.client_streams ? environment_.log->WantsStream()
-                                             : environment_.log->Wants(age_ns());
+  const bool wanted =
+      method_.client_streams ? environment_.log->WantsStream() : environment_.log->Wants(age_ns());
   if (!wanted) return;
   environment_.log->Write({.method = method_.path,
                            .peer = peer(),

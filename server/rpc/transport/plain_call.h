@@ -21,8 +21,8 @@ struct CallReport;
 
 // What a method of these services is.
 struct PlainMethod {
-  std::string_view path;  // "/logitd.v1.Heads/List"; outlives the calls
-  bool open = false;      // anybody may call it
+  std::string_view path;                          // "/logitd.v1.Heads/List"; outlives the calls
+  bool open = false;                              // anybody may call it
   std::optional<door::Role> role = std::nullopt;  // what it demands; none: any identity
   bool client_streams = false;                    // takes any number of messages
   bool counts = false;                            // ServerCall::counts

@@ -144,7 +144,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   size_t message_bytes_ = 0;
   MessageMemory memory_;
   size_t have_ = 0;
-  std::vector<std::byte> seen_;  // came before there was memory or while paused
+  std::vector<std::byte> seen_;          // came before there was memory or while paused
   absl::Span<const std::byte> at_hand_;  // what Absorb has not taken
   bool taking_ = false;
   bool paused_ = false;
