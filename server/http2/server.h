@@ -34,7 +34,7 @@ struct ServerOptions {
   // What connections hold beside admitted bodies: Account::held of all. From 7/8 of it on, the one
   // that holds most without moving is closed.
   int64_t max_held_bytes = int64_t{256} << 20;
-  // TLS handshakes that are not finished. A further one ends the oldest.
+  // TLS handshakes that are not finished. A further one ends the oldest, at first of silent peers.
   int64_t max_handshakes = 512;
   std::shared_ptr<const door::TlsSource> tls;  // of connections over TCP; null: none
 };
