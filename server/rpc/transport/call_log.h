@@ -17,7 +17,7 @@ namespace logitd::rpc {
 // it did not reach are 0.
 struct CallReport {
   std::string_view method;  // "/logitd.v1.Sampler/TopK"
-  std::string peer;         // grpc::ServerContext::peer()
+  std::string peer;         // http2::PeerInfo::name
   const Trace* trace = nullptr;
   absl::StatusCode code = absl::StatusCode::kUnknown;
   int64_t messages = 1;
