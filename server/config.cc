@@ -51,7 +51,8 @@ constexpr const char* kDescription =
     "GPU), --max-held-bytes for messages and answers, and --max-connection-bytes for what else\n"
     "connections hold. On the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
-constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
+// The most that gRPC's clients send.
+constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = int64_t{1} << 40;
 constexpr absl::Duration kMaxDuration = absl::Hours(24);
 

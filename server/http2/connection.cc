@@ -94,14 +94,14 @@ void Connection::ContinueHandshake() {
     case TlsSession::Step::kWantWrite:
       return loop_->Change(this, fd_, EPOLLOUT);
     case TlsSession::Step::kFailed:
-      host_->OnHandshake(tls_->failure());
+      host_->OnHandshake(this, tls_->failure(), tls_->failure_text());
       return Close();
     case TlsSession::Step::kDone:
       break;
   }
   handshaking_ = false;
   begun_ns_ = loop_->now_ns();
-  host_->OnHandshake(HandshakeEnd::kOk);
+  host_->OnHandshake(this, HandshakeEnd::kOk, "");
   peer_.certificate_names = tls_->CertificateNames();
   loop_->Change(this, fd_, EPOLLIN);
   StartSession();
@@ -553,7 +553,7 @@ void Connection::Tick() {
   };
   if (handshaking_) {
     if (over(begun_ns_, times_.handshake)) {
-      host_->OnHandshake(HandshakeEnd::kTimeout);
+      host_->OnHandshake(this, HandshakeEnd::kTimeout, "it took too long");
       return Close();
     }
     return SetTick();

@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -67,7 +68,9 @@ class ConnectionHost {
   virtual ~ConnectionHost() = default;
   // The header list of a request is there. Null: the stream has been ended already.
   virtual std::shared_ptr<StreamEvents> OnStream(Stream* stream) = 0;
-  virtual void OnHandshake(HandshakeEnd /*end*/) {}
+  // `text`: why it failed, for the log.
+  virtual void OnHandshake(Connection* /*connection*/, HandshakeEnd /*end*/,
+                           std::string_view /*text*/) {}
   virtual void OnConnectionClosed(Connection* connection, Cut cut) = 0;
 };
 
@@ -117,6 +120,8 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   const PeerInfo& peer() const { return peer_; }
   const Account& account() const { return account_; }
   bool in_handshake() const { return handshaking_; }
+  // The peer's hello has come: it has cost a signature, and the peer is probably honest.
+  bool handshake_begun() const { return tls_ != nullptr && tls_->has_begun(); }
 
   void OnReady(uint32_t events) override;
   void OnTurnEnd() override;

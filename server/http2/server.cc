@@ -41,15 +41,8 @@ class Server::Host final : public ConnectionHost {
     Known& known = all_[connection.get()];
     known.connection = connection;
     if (connection->in_handshake()) {
+      MakeRoomForHandshake();
       handshakes_.push_back(connection.get());
-      const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
-      if (static_cast<int64_t>(handshakes_.size()) > most) {
-        handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
-      }
-      if (static_cast<int64_t>(handshakes_.size()) > most) {
-        server_->events_->OnHandshake(HandshakeEnd::kEvicted);
-        handshakes_.front()->Close();
-      }
     }
     connection->Start();
   }
@@ -83,7 +76,13 @@ class Server::Host final : public ConnectionHost {
   std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
     return server_->events_->OnStream(stream);
   }
-  void OnHandshake(HandshakeEnd end) override { server_->events_->OnHandshake(end); }
+  void OnHandshake(Connection* connection, HandshakeEnd end, std::string_view text) override {
+    server_->events_->OnHandshake(end);
+    if (end == HandshakeEnd::kOk) return;
+    log::Limited(log::Source::kConnections, spdlog::level::info,
+                 "connection {} of {} was closed: its TLS handshake failed: {}",
+                 connection->peer().id, connection->peer().name, text);
+  }
   void OnConnectionClosed(Connection* connection, Cut cut) override {
     handshakes_.remove(connection);
     if (cut != Cut::kNone) {
@@ -104,6 +103,20 @@ class Server::Host final : public ConnectionHost {
     int64_t moved_before = 0;
     int64_t looked_ns = 0;
   };
+
+  // Closes the oldest connection in a handshake if there are too many, at first of those whose peers
+  // are silent.
+  void MakeRoomForHandshake() {
+    const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
+    const auto full = [&] { return static_cast<int64_t>(handshakes_.size()) >= most; };
+    if (full()) handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
+    if (!full()) return;
+    const auto silent = std::find_if(handshakes_.begin(), handshakes_.end(),
+                                     [](const Connection* c) { return !c->handshake_begun(); });
+    Connection* const out = silent == handshakes_.end() ? handshakes_.front() : *silent;
+    OnHandshake(out, HandshakeEnd::kEvicted, "newer connections needed its place");
+    out->Close();
+  }
 
   std::vector<std::shared_ptr<Connection>> Everyone() const {
     std::vector<std::shared_ptr<Connection>> all;

@@ -138,7 +138,8 @@ class Stream {
   bool deferred_ = false;  // nghttp2 waits for bytes
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
-  int64_t unsent_bytes_ = 0;
+  int64_t unsent_bytes_ = 0;  // of Sends: those that no write has been given
+  // When the peer last took something of the response, or Send was called with nothing unsent.
   int64_t moved_ns_ = 0;
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;
 };

@@ -346,8 +346,6 @@ ssize_t TlsSession::WriteRecords(absl::Span<const iovec> parts) {
   return static_cast<ssize_t>(done);
 }
 
-bool TlsSession::HasUnfinishedWrite() const { return ahead_ > 0; }
-
 void TlsSession::SendEnd() {
   if (ssl_ == nullptr || broken_ || !established_) return;
   ERR_clear_error();
