@@ -78,8 +78,7 @@ class WakeList {
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// An open ring. One thread of its own touches the shared memory, because the peer can make a write
-// there wait. Thread-safe.
+// An open ring. Only a thread of its own touches the shared memory. Thread-safe.
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
   // Use Rings::Open.
