@@ -22,7 +22,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
-                                         const arena::Leases& leases, rpc::RpcServer* server) {
+                                         rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
   const HostMemory most = MostHostMemory(config, cpu, devices.count(), /*max_head_bytes=*/0);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
@@ -34,15 +34,12 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
   };
   const int64_t messages = most.messages + kProcessGrowth;
   const auto limit = [=] { return base + device_growth() + messages; };
-  return std::make_unique<MemoryWatch>(
-      MemoryWatchOptions{
-          .base = base,
-          .allowed_growth = [=] { return limit() - base; },
-          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
-          .shed = [server](bool shed) { server->RefuseConnections(shed); },
-          .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
-          // Pinned arenas have a limit of their own.
-          .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); }});
+  return std::make_unique<MemoryWatch>(MemoryWatchOptions{
+      .base = base,
+      .allowed_growth = [=] { return limit() - base; },
+      .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
+      .shed = [server](bool shed) { server->RefuseConnections(shed); },
+      .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); }});
 }
 
 }  // namespace logitd

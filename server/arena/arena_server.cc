@@ -169,7 +169,7 @@ ArenaServer::~ArenaServer() {
   [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
   thread_.join();
   for (Peer& peer : peers_) EndPeer(peer);
-  EndRings(absl::InfiniteFuture());
+  EndRings(absl::InfiniteDuration());
   door::RemoveSocketFile(options_.address, socket_);
   close(socket_.fd);
   close(stop_fd_);
@@ -180,12 +180,12 @@ void ArenaServer::ServeRings(ServeRing serve, int cores) {
   rings_ = std::make_unique<Rings>(std::move(serve), cores);
 }
 
-bool ArenaServer::EndRings(absl::Time deadline) {
+bool ArenaServer::EndRings(absl::Duration most) {
   {
     absl::MutexLock lock(&rings_mutex_);
     if (rings_ != nullptr) ending_rings_ = std::move(rings_);
   }
-  return ending_rings_ == nullptr || ending_rings_->Stop(deadline);
+  return ending_rings_ == nullptr || ending_rings_->Stop(most);
 }
 
 void ArenaServer::Run() {
@@ -196,10 +196,9 @@ void ArenaServer::Run() {
     int64_t wake_ns = some_used ? now_ns + kSoonNs : kNever;
     const bool accepts = accept_again_ns_ <= now_ns;
     if (!accepts) wake_ns = std::min(wake_ns, accept_again_ns_);
-    fds.assign(
-        {{.fd = stop_fd_, .events = POLLIN},
-         {.fd = accepts ? socket_.fd : -1, .events = POLLIN},
-         {.fd = leases_->freed_fd(), .events = POLLIN}});
+    fds.assign({{.fd = stop_fd_, .events = POLLIN},
+                {.fd = accepts ? socket_.fd : -1, .events = POLLIN},
+                {.fd = leases_->freed_fd(), .events = POLLIN}});
     const size_t before_peers = fds.size();
     for (const Peer& peer : peers_) {
       // Without events, poll still tells the end of the connection.

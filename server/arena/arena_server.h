@@ -57,9 +57,9 @@ class ArenaServer {
   // From here on leases may have rings; `serve` serves their calls. `cores`: how many the process may
   // use. Called once.
   void ServeRings(ServeRing serve, int cores);
-  // Ends every ring, and waits until `deadline` for their threads. False: one still runs. No more
+  // Ends every ring, and waits for their threads, at most so long. False: one still runs. No more
   // rings are opened.
-  bool EndRings(absl::Time deadline);
+  bool EndRings(absl::Duration most);
 
   // Ends every lease and ring, and removes the socket's file.
   ~ArenaServer();

@@ -112,8 +112,8 @@ class Arena {
   const std::unique_ptr<DeviceArena> device_memory_;
 };
 
-// Whether this process may write through its mappings as Arena::Write does: a filter of system calls
-// may forbid it.
+// Whether this process may write through its mappings as Arena::Write does, which takes a file of
+// /proc. UNAVAILABLE: it may not.
 absl::Status CheckMappedWrites();
 
 struct LeaseLimits {
@@ -169,7 +169,7 @@ class Leases {
   int64_t bytes() const;          // of the host
   int64_t leaving_bytes() const;  // of them, those that no call uses and that have not left yet
   int64_t device_bytes() const;   // of all devices
-  int leases() const;            // that have not ended
+  int leases() const;             // that have not ended
   const LeaseLimits& limits() const { return limits_; }
 
  private:
@@ -202,8 +202,8 @@ class Leases {
   int64_t leaving_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<int64_t> device_bytes_ ABSL_GUARDED_BY(mutex_);  // of each device
   absl::flat_hash_map<LeaseId, std::shared_ptr<Arena>> leases_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<Arena>> ended_ ABSL_GUARDED_BY(mutex_);  // that calls may use
-  absl::flat_hash_map<uint64_t, Leaving> leaving_ ABSL_GUARDED_BY(mutex_);   // by a number
+  std::vector<std::shared_ptr<Arena>> ended_ ABSL_GUARDED_BY(mutex_);       // that calls may use
+  absl::flat_hash_map<uint64_t, Leaving> leaving_ ABSL_GUARDED_BY(mutex_);  // by a number
   uint64_t next_leaving_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/base/clock.h"
 #include "server/log/limited.h"
 
@@ -311,12 +311,12 @@ Rings::Rings(ServeRing serve, int cores)
 }
 
 Rings::~Rings() {
-  Stop(absl::InfiniteFuture());
+  Stop(absl::InfiniteDuration());
   wakes_->End();
   for (std::thread& waker : wakers_) waker.join();
 }
 
-bool Rings::Stop(absl::Time deadline) {
+bool Rings::Stop(absl::Duration most) {
   std::vector<std::shared_ptr<Ring>> rings;
   {
     absl::MutexLock lock(&mutex_);
@@ -328,7 +328,7 @@ bool Rings::Stop(absl::Time deadline) {
   rings.clear();
   absl::MutexLock lock(&mutex_);
   const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rings_.empty(); };
-  return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
+  return mutex_.AwaitWithTimeout(absl::Condition(&none), most);
 }
 
 absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> arena,

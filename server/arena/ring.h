@@ -179,8 +179,8 @@ class Rings {
   Rings(ServeRing serve, int cores);
   // Stops every ring and waits for its thread.
   ~Rings();
-  // Stops every ring, and waits until `deadline` for their threads. False: one still runs.
-  bool Stop(absl::Time deadline);
+  // Stops every ring, and waits for their threads, at most so long. False: one still runs.
+  bool Stop(absl::Duration most);
   Rings(const Rings&) = delete;
   Rings& operator=(const Rings&) = delete;
 

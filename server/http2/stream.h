@@ -103,6 +103,9 @@ class Stream {
   // the connection holds too many, and these are not counted.
   bool HoldEarly(int64_t bytes);
   void ReleaseEarly();
+  // What the owner holds for the stream beside its body, in all; 0: nothing any more. False: as of
+  // HoldEarly.
+  bool HoldOther(int64_t bytes);
   // A message was complete: see Limits::tiny_frames.
   void CountMessage();
 
@@ -131,6 +134,7 @@ class Stream {
   bool peer_ended_ = false;
   int64_t granted_ = 0;
   int64_t early_ = 0;
+  int64_t other_ = 0;
 
   bool responded_ = false;
   bool ended_ = false;      // End was called

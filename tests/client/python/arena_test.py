@@ -477,9 +477,11 @@ class LeaseTest(LeaseTestCase):
         rows = arena.empty((10, 1000))[:, 5:]
         self.assertEqual(mapped(), 1)
         until(lambda: self.metrics() == (1, 4 * MIB))
+        rows[:] = 3
         arena.close()
         self.assertEqual(mapped(), 1)
-        until(lambda: self.server.metric("logitd_arena_bytes") == 0)  # the server has given its memory back
+        until(lambda: self.server.metric("logitd_arena_bytes") == 0)  # the server has its memory back
+        self.assertFalse(rows.any())
         rows[:] = 7
         self.assertEqual(rows.sum(), 7 * rows.size)
         self.doCleanups()  # the last reference to the arena
