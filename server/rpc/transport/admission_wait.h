@@ -17,7 +17,7 @@ class WaitAt {
  public:
   explicit WaitAt(Admission* admission) : admission_(admission) {}
 
-  // As Admission::Enter. The call waits at one place at a time; `ready` may enter again, also before
+  // See Admission::Enter. The call waits at one place at a time; `ready` may enter again, also before
   // this returns.
   void Enter(engine::RoomAsk ask, typename Admission::Ready ready) {
     uint64_t entry = 0;
