@@ -23,8 +23,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
-                                         engine::Places* places,
-                                         rpc::RpcServer* server);
+                                         engine::Places* places, rpc::RpcServer* server);
 
 }  // namespace logitd
 
