@@ -236,6 +236,18 @@ void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
             [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
 
+void AddAddresses(CLI::App& app, Config* config) {
+  Add(app, "--listen", &config->listen,
+      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+  AddSocketMode(app, &config->socket_mode);
+  Add(app, "--probe-listen", &config->probe_listen,
+      "Address that answers only health probes, in plaintext and under any load; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+}
+
 // Who may come in and call.
 void AddDoor(CLI::App& app, Config* config) {
   Add(app, "--tls-cert", &config->tls_cert,
@@ -397,6 +409,9 @@ void CheckTogether(const Config& config) {
                                               : std::string(address.status().message())));
   };
   for (const std::string& address : config.listen) check_address("--listen", address, true);
+  for (const std::string& address : config.probe_listen) {
+    check_address("--probe-listen", address, true);
+  }
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
@@ -502,11 +517,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                        absl::StrFormat("logitd %s, %s", Version(), TransportVersion()));
   app.get_formatter()->column_width(34);
 
-  Add(app, "--listen", &config->listen,
-      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
-      ->delimiter(',')
-      ->type_name("ADDRESS");
-  AddSocketMode(app, &config->socket_mode);
+  AddAddresses(app, config);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddDevices(app, &config->devices);

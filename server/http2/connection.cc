@@ -24,7 +24,7 @@ constexpr size_t kWritePieces = 256;
 // A shorter body is copied behind its frame's head.
 constexpr size_t kCopiedBody = size_t{2} << 10;
 
-constexpr int64_t kOverhead = 1024;  // memory of a stream and its owner, beside the header list
+constexpr int64_t kOverhead = 3072;  // of a stream and its largest owner, beside the header list
 constexpr int64_t kTlsBytes = int64_t{150} << 10;
 constexpr int64_t kTickNs = 1'000'000'000;
 constexpr double kControlFramesPerBody = 4;
@@ -238,9 +238,10 @@ int Connection::Refuse(Cut cut) {
   return NGHTTP2_ERR_CALLBACK_FAILURE;
 }
 
-int Connection::CountControl(uint8_t type) {
+int Connection::CountControl(const nghttp2_frame_hd& frame) {
   const int64_t now_ns = loop_->now_ns();
-  if (type == NGHTTP2_PING && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
+  const bool asks = frame.type == NGHTTP2_PING && (frame.flags & NGHTTP2_FLAG_ACK) == 0;
+  if (asks && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
   return control_.Take(now_ns) ? 0 : Refuse(Cut::kControlFrames);
 }
 
@@ -258,9 +259,7 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
         return Refuse(Cut::kResets);
       }
     }
-    const bool ack = (frame.flags & NGHTTP2_FLAG_ACK) != 0 &&
-                     (frame.type == NGHTTP2_PING || frame.type == NGHTTP2_SETTINGS);
-    return ack || frame.type == NGHTTP2_CONTINUATION ? 0 : CountControl(frame.type);
+    return CountControl(frame);
   }
   control_.Add(kControlFramesPerBody);
   if (frame.type == NGHTTP2_HEADERS) return 0;
@@ -339,6 +338,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
   Hold(&account_.headers, -stream->counted_);
   Hold(&account_.unsent, -stream->unsent_bytes_);
   stream->ReleaseEarly();
+  stream->HoldOther(0);
   if (streams_.empty()) idle_since_ns_ = loop_->now_ns();
   if (stream->events_ == nullptr) return;
   const bool whole = stream->ended_ && stream->unsent_.empty() && error == NGHTTP2_NO_ERROR;

@@ -39,7 +39,7 @@ struct Account {
   std::atomic<int64_t> session = 0;  // nghttp2's memory, to the byte
   std::atomic<int64_t> tls = 0;
   std::atomic<int64_t> headers = 0;  // header lists of open streams, and the streams themselves
-  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for
+  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for, and what owners hold
   std::atomic<int64_t> unsent = 0;   // responses that the peer has not taken
   // Bytes received and sent since the start. A connection that moves is not the first to be cut.
   std::atomic<int64_t> received = 0;
@@ -163,7 +163,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int SendBody(Stream* stream, const uint8_t* head, size_t bytes);
 
   // Counts a frame against a budget. 0, or an error that ends the connection.
-  int CountControl(uint8_t type);
+  int CountControl(const nghttp2_frame_hd& frame);
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
   void SubmitTrailers(Stream* stream);

@@ -134,7 +134,9 @@ class Server::Host final : public ConnectionHost {
 
 Server::Server(const ServerOptions& options, ServerEvents* events)
     : options_(options), events_(events) {
-  for (int i = 0; i < options_.loops; ++i) hosts_.push_back(std::make_unique<Host>(this, i));
+  for (int i = 0; i < options_.loops; ++i) {
+    hosts_.push_back(std::make_unique<Host>(this, options_.first_loop + i));
+  }
 }
 
 Server::~Server() { Shutdown(); }
@@ -251,7 +253,7 @@ int64_t Server::open() const {
 }
 
 Traffic Server::traffic() const {
-  Traffic all;
+  Traffic all = {.held = held_bytes()};
   for (const auto& host : hosts_) {
     all.received += host->held().received.load(std::memory_order_relaxed);
     all.sent += host->held().sent.load(std::memory_order_relaxed);

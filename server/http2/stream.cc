@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "server/http2/connection.h"
 
@@ -79,6 +80,15 @@ bool Stream::HoldEarly(int64_t bytes) {
 void Stream::ReleaseEarly() {
   connection_->Hold(&connection_->account_.early, -early_);
   early_ = 0;
+}
+
+bool Stream::HoldOther(int64_t bytes) {
+  connection_->Hold(&connection_->account_.early, -std::exchange(other_, 0));
+  if (bytes == 0) return true;
+  if (!HoldEarly(bytes)) return false;
+  early_ -= bytes;
+  other_ = bytes;
+  return true;
 }
 
 void Stream::CountMessage() { connection_->tiny_.Add(2); }

@@ -49,6 +49,7 @@ class HealthService::WatchCall final : public PlainCall {
     }
     Look();
   }
+  int64_t kept_bytes() const override { return static_cast<int64_t>(service_->capacity()); }
   void OnGone() override { health_->Forget(this); }
 
   HealthService* const health_;

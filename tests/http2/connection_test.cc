@@ -438,6 +438,28 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   EXPECT_EQ(cut_, Cut::kPings);
 }
 
+// As gRPC's clients do that keep a connection alive through what drops silent ones.
+TEST_F(ConnectionTest, APingEveryTenSecondsOfSilenceIsWelcome) {
+  Open();
+  for (int i = 0; i < 200; ++i) {
+    Pass(absl::Seconds(10));
+    Send(RawClient::Ping());
+    ASSERT_EQ(cut_, std::nullopt) << i;
+  }
+  EXPECT_THAT(TakeFrames(NGHTTP2_PING), SizeIs(200));
+}
+
+TEST_F(ConnectionTest, MessagesInEmptyFramesCutIt) {
+  limits_.tiny_frames = 20;
+  limits_.tiny_rate = 0;
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  for (int i = 0; i < 20; ++i) Send(RawClient::Data(1, ""));
+  ASSERT_EQ(cut_, std::nullopt);
+  Send(RawClient::Data(1, ""));
+  EXPECT_EQ(cut_, Cut::kTinyFrames);
+}
+
 TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
   limits_.control_frames = 50;
   limits_.control_rate = 0;
@@ -445,6 +467,7 @@ TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
       {.type = NGHTTP2_SETTINGS},
       {.type = NGHTTP2_PRIORITY, .stream = 1, .payload = std::string(5, '\0')},
       RawClient::Window(0, 1),
+      {.type = NGHTTP2_PING, .flags = NGHTTP2_FLAG_ACK, .payload = std::string(8, 'x')},
       {.type = 0xfa, .stream = 5, .payload = "unknown"}};
   for (const Frame& kind : kinds) {
     cut_.reset();
@@ -614,6 +637,24 @@ TEST_F(ConnectionTest, BodiesThatNobodyAskedForHaveALimit) {
   echoes_[0]->stream()->ReleaseEarly();
   EXPECT_TRUE(echoes_[1]->stream()->HoldEarly(60));
   Send(RawClient::Reset(3));
+  EXPECT_EQ(connection_->account().early, 0);
+}
+
+// Messages that were not admitted, and what is kept of them.
+TEST_F(ConnectionTest, WhatOwnersHoldHasTheSameLimit) {
+  limits_.max_early_bytes = 100;
+  Open();
+  for (const int32_t id : {1, 3}) Send(client_->Headers(id, Request("/hold")));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldEarly(30));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldOther(50));
+  EXPECT_FALSE(echoes_[1]->stream()->HoldOther(30));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldOther(40)) << "in its place";
+  EXPECT_TRUE(echoes_[1]->stream()->HoldOther(30));
+  EXPECT_EQ(connection_->account().early, 100);
+  echoes_[0]->stream()->ReleaseEarly();
+  EXPECT_TRUE(echoes_[1]->stream()->HoldOther(0));
+  EXPECT_EQ(connection_->account().early, 40);
+  Send(RawClient::Reset(1));
   EXPECT_EQ(connection_->account().early, 0);
 }
 
