@@ -518,7 +518,7 @@ TEST(WaitingTest, ADeadlineEndsACallInTheLine) {
 }
 
 TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
-  ServerProcess server(With(kRoomForOne, {"--receive-timeout=3s"}));
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=3s", "--min-receive-rate=0"}));
   const auto channel = Connect(server.tcp());
   AdmittedCall stalls(server, channel);
   EXPECT_TRUE(TopKInAllTheRoom(channel, Context().get()).ok());  // waits for the room
