@@ -40,6 +40,7 @@ absl::Status UnaryCall::CheckHeaders() {
 }
 
 void UnaryCall::EnterAdmission(int64_t bytes) {
+  StopReceiveTimer();  // the peer may not send what has no room
   asked_ns_ = ServerCall::age_ns();
   const std::weak_ptr<ServerCall> weak = weak_from_this();
   admission_wait_.Enter(
