@@ -112,7 +112,10 @@ void StreamCall::Begin() {
 void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
   entering_ = true;
   const bool first = largest_ == 0;
-  if (first) asked_ns_ = age_ns();
+  if (first) {
+    asked_ns_ = age_ns();
+    StopReceiveTimer();  // the peer may not send what has no room
+  }
   engine::RoomAsk ask = {.caller = headers_.caller, .deadline = headers_.deadline};
   ask.between_messages = !message_bytes.has_value();
   ask.bytes = message_bytes.has_value() ? CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes))

@@ -41,6 +41,7 @@ absl::Status UnaryCall::CheckHeaders() {
 }
 
 void UnaryCall::EnterAdmission(int64_t bytes) {
+  StopReceiveTimer();  // the peer may not send what has no room
   asked_ns_ = ServerCall::age_ns();
   engine::RoomAsk ask = {.caller = headers_.caller,
                          .deadline = headers_.deadline,
