@@ -178,7 +178,8 @@ Connection::Connection(Loop* loop, ConnectionHost* host, Held* held, const Limit
              begun_ns_),
       tiny_(limits.tiny_frames, limits.tiny_rate, begun_ns_),
       resets_(limits.resets, limits.reset_rate, begun_ns_),
-      tick_([this] { Tick(); }) {
+      tick_([this] { Tick(); }),
+      stop_([this] { StopLate(); }) {
   if (tls_ != nullptr) Hold(&account_.tls, kTlsBytes);
 }
 
@@ -254,6 +255,7 @@ void Connection::Close(Cut cut) {
   }
   const std::shared_ptr<Connection> self = shared_from_this();
   tick_.Cancel();
+  stop_.Cancel();
   loop_->Unwatch(fd_);
   if (tls_ != nullptr) {
     if (!handshaking_) tls_->SendEnd();
@@ -473,11 +475,10 @@ void Connection::OnFrameSent(const nghttp2_frame& frame) {
   pings_.Add(1);
   if ((frame.hd.flags & NGHTTP2_FLAG_END_STREAM) == 0) return;
   resets_.Add(1);
-  // Only now: submitted together with the trailers, it would take their place.
-  const Stream* const stream = Find(frame.hd.stream_id);
-  if (stream != nullptr && !stream->peer_ended_) {
-    nghttp2_submit_rst_stream(session_, NGHTTP2_FLAG_NONE, frame.hd.stream_id, NGHTTP2_NO_ERROR);
-  }
+  Stream* const stream = Find(frame.hd.stream_id);
+  if (stream == nullptr || stream->peer_ended_) return;
+  stream->stop_ns_ = loop_->now_ns() + Nanos(times_.stop);
+  if (!stop_.set()) loop_->timers().Set(&stop_, stream->stop_ns_);
 }
 
 void Connection::SubmitTrailers(Stream* stream) {
@@ -694,6 +695,21 @@ void Connection::Tick() {
   }
   CheckStuck();
   SetTick();
+}
+
+// Tells peers to stop whose requests still go on some time after the end of the response.
+void Connection::StopLate() {
+  int64_t next_ns = 0;
+  for (const auto& [id, stream] : streams_) {
+    if (stream->stop_ns_ == 0 || stream->peer_ended_) continue;
+    if (stream->stop_ns_ <= loop_->now_ns()) {
+      nghttp2_submit_rst_stream(session_, NGHTTP2_FLAG_NONE, id, NGHTTP2_NO_ERROR);
+    } else if (next_ns == 0 || stream->stop_ns_ < next_ns) {
+      next_ns = stream->stop_ns_;
+    }
+  }
+  if (next_ns != 0) loop_->timers().Set(&stop_, next_ns);
+  Wake();
 }
 
 // Resets the streams whose peer has taken nothing of their response for too long.

@@ -52,9 +52,12 @@ nghttp2_nv ToNv(const Field& field);
 
 // How long things may take. InfiniteDuration: as long as they like.
 struct Times {
-  absl::Duration preface = absl::Seconds(20);   // TLS excluded
+  absl::Duration preface = absl::Seconds(20);  // TLS excluded
   absl::Duration handshake = absl::Seconds(10);
-  absl::Duration send = absl::Seconds(30);      // until the peer takes something of a response
+  absl::Duration send = absl::Seconds(30);  // until the peer takes something of a response
+  // From the end of a response until a peer that has not ended its request is told to stop. HAProxy
+  // (2.6) drops a response whose stream is reset before it has passed it on.
+  absl::Duration stop = absl::Milliseconds(100);
   absl::Duration max_age = absl::InfiniteDuration();
   absl::Duration max_idle = absl::InfiniteDuration();
   absl::Duration keepalive = absl::Minutes(1);  // of silence until a ping
@@ -140,6 +143,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void Tick();
   void SetTick();
   void CheckStuck();
+  void StopLate();
   void EndIfDone();
   void SubmitReason();  // tells the peer why its connection ends
 
@@ -224,6 +228,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   Budget tiny_;
   Budget resets_;
   Timer tick_;
+  Timer stop_;  // set while a response has ended before its request
 };
 
 }  // namespace logitd::http2

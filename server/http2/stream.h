@@ -109,8 +109,8 @@ class Stream {
   // The response: its header list, any number of Sends, then the end. All go out at the turn's end.
   void Respond(absl::Span<const Field> headers);
   void Send(Bytes bytes);
-  // A response that has only trailers if Respond was not called. The peer is told to stop sending if
-  // it has not ended.
+  // A response that has only trailers if Respond was not called. A peer that has not ended its request
+  // is told to stop sending after Times::stop.
   void End(absl::Span<const Field> trailers);
   void Reset(uint32_t error);
   // Bytes of Sends that the kernel has not taken.
@@ -139,6 +139,7 @@ class Stream {
   size_t sent_of_first_ = 0;
   int64_t unsent_bytes_ = 0;
   int64_t moved_ns_ = 0;
+  int64_t stop_ns_ = 0;  // when the peer is told to stop; 0: it has ended, or the response goes on
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;
 };
 

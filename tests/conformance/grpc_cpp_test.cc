@@ -1,10 +1,12 @@
 // gRPC's interoperability cases by gRPC's C++ client. Against a server in this process, or the one that
-// CONFORMANCE_TARGET names.
+// CONFORMANCE_TARGET names: over TLS if CONFORMANCE_AUTHORITIES names a file.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -34,6 +36,13 @@ constexpr int kLargeResponse = 314159;
 const std::vector<int> kRequestSizes = {27182, 8, 1828, 45904};
 const std::vector<int> kResponseSizes = {31415, 9, 2653, 58979};
 
+std::shared_ptr<grpc::ChannelCredentials> CredentialsOf(const char* authorities) {
+  if (authorities == nullptr || *authorities == '\0') return grpc::InsecureChannelCredentials();
+  std::ifstream file(authorities);
+  return grpc::SslCredentials(
+      {.pem_root_certs = std::string(std::istreambuf_iterator<char>(file), {})});
+}
+
 class GrpcCppTest : public ::testing::Test {
  protected:
   GrpcCppTest() {
@@ -43,7 +52,7 @@ class GrpcCppTest : public ::testing::Test {
       if (!server_->Start("127.0.0.1:0").ok()) std::abort();
     }
     channel_ = grpc::CreateChannel(target != nullptr ? target : server_->listening(),
-                                   grpc::InsecureChannelCredentials());
+                                   CredentialsOf(std::getenv("CONFORMANCE_AUTHORITIES")));
     stub_ = TestService::NewStub(channel_);
     context_.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
   }

@@ -274,7 +274,7 @@ TEST_F(ConnectionTest, EverySendOfAStreamThatGoesOnIsTold) {
   EXPECT_TRUE(AnswerOf(1).ended);
 }
 
-TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeer) {
+TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeerLater) {
   Open();
   Send(client_->Headers(1, Request("/hold")));
   const Field refusal[] = {{":status", "200"}, {"result", "no"}};
@@ -283,9 +283,26 @@ TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeer) {
   const Answer answer = AnswerOf(1);
   EXPECT_THAT(answer.headers, Contains(Pair("result", "no")));
   EXPECT_TRUE(answer.ended);
-  EXPECT_EQ(answer.reset, uint32_t{NGHTTP2_NO_ERROR});
+  EXPECT_EQ(answer.reset, std::nullopt) << "a proxy would drop the answer";
+  Pass(times_.stop + absl::Milliseconds(2));
+  EXPECT_EQ(AnswerOf(1).reset, uint32_t{NGHTTP2_NO_ERROR});
   EXPECT_EQ(echoes_[0]->times_closed(), 1);
   Call(3);
+}
+
+TEST_F(ConnectionTest, APeerThatEndsSoonAfterItsAnswerIsNotReset) {
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  Send(client_->Headers(3, Request("/hold")));
+  for (const auto& echo : echoes_) echo->Answer();
+  Run();
+  Send(RawClient::Data(1, "late", true));
+  EXPECT_EQ(echoes_[0]->closed(), Closed::kEnded);
+  EXPECT_EQ(echoes_[0]->times_closed(), 1);
+  EXPECT_EQ(echoes_[1]->times_closed(), 0);
+  Pass(times_.stop + absl::Milliseconds(2));
+  EXPECT_EQ(AnswerOf(1).reset, std::nullopt);
+  EXPECT_EQ(AnswerOf(3).reset, uint32_t{NGHTTP2_NO_ERROR});
 }
 
 TEST_F(ConnectionTest, ALargeBodyWaitsForItsGrant) {
