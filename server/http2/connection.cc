@@ -371,8 +371,17 @@ Stream* Connection::Find(int32_t id) {
   return it == streams_.end() ? nullptr : it->second.get();
 }
 
+bool Connection::Misplaced(const nghttp2_frame_hd& frame) const {
+  if (frame.type == NGHTTP2_PRIORITY) return frame.stream_id == 0;
+  return frame.type == NGHTTP2_HEADERS &&
+         std::any_of(gaps_.begin(), gaps_.end(), [&frame](const Gap& gap) {
+           return frame.stream_id >= gap.first && frame.stream_id < gap.end;
+         });
+}
+
 int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
   data_stream_ = nullptr;
+  if (Misplaced(frame)) return Refuse(Cut::kProtocol);
   if (frame.type != NGHTTP2_DATA && frame.type != NGHTTP2_HEADERS) {
     if (frame.type == NGHTTP2_RST_STREAM) {
       const Stream* const stream = Find(frame.stream_id);
@@ -400,6 +409,9 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
 
 int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   if (frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;
+  const int32_t next = last_stream_ + 2;
+  if (frame.hd.stream_id > next && gaps_.size() < kGaps) gaps_.push_back({next, frame.hd.stream_id});
+  last_stream_ = frame.hd.stream_id;
   auto stream = std::make_unique<Stream>(this, frame.hd.stream_id);
   stream->granted_ = limits_.early_window;
   stream->moved_ns_ = loop_->now_ns();

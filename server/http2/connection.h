@@ -149,6 +149,8 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
 
   // nghttp2's callbacks.
   int OnBeginFrame(const nghttp2_frame_hd& frame);
+  // RFC 9113 forbids the frame on its stream, which nghttp2 does not see.
+  bool Misplaced(const nghttp2_frame_hd& frame) const;
   int OnBeginHeaders(const nghttp2_frame& frame);
   int OnHeader(const nghttp2_frame& frame, std::string_view name, std::string_view value);
   int OnFrame(const nghttp2_frame& frame);
@@ -192,6 +194,15 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool going_away_ = false;  // the last GOAWAY was submitted
   bool told_ = false;        // a GOAWAY gave an error: nghttp2's own if the peer broke the protocol
   Cut cut_ = Cut::kNone;
+
+  // Streams that the peer has passed over: they are closed. As far as so many gaps say.
+  static constexpr size_t kGaps = 8;
+  struct Gap {
+    int32_t first;
+    int32_t end;
+  };
+  absl::InlinedVector<Gap, kGaps> gaps_;
+  int32_t last_stream_ = -1;
 
   // The DATA frame that is being received.
   Stream* data_stream_ = nullptr;  // null: none, or a short one
