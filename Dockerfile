@@ -4,9 +4,10 @@
 # Without arguments the server listens on the container's loopback only. To let others in, give it --listen 0.0.0.0:7450
 # with --tls-cert, --tls-key and --tokens or --tls-client-ca; or with --insecure, where the container's network is trusted.
 # A build stage compiles the two programs. An image holds them, the shared libraries they use and nothing else: no shell,
-# no package manager (deploy/rootfs). The CUDA image also has cuBLASLt, which logitd loads at run time for heads. The
-# driver's libraries come from the machine: NVIDIA's container runtime adds them. Both run as a user without privileges,
-# and with a read-only root file system. The SBOM (SPDX) is in /usr/share/doc/logitd/sbom.spdx.json.
+# no package manager (deploy/rootfs). logitd serves by nghttp2 and OpenSSL; gRPC's library is there for logitctl. The
+# CUDA image also has cuBLASLt, which logitd loads at run time for heads. The driver's libraries come from the machine:
+# NVIDIA's container runtime adds them. Both run as a user without privileges, and with a read-only root file system. The
+# SBOM (SPDX) is in /usr/share/doc/logitd/sbom.spdx.json.
 ARG VERSION=0.1.0
 ARG BASE=debian:12-slim
 # Any Debian 12 or Ubuntu 24.04 with a CUDA toolkit of version 13 in /usr/local/cuda.

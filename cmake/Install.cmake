@@ -10,7 +10,7 @@ add_custom_command(TARGET logitctl POST_BUILD VERBATIM
 install(FILES ${CMAKE_BINARY_DIR}/logitctl.bash RENAME logitctl
         DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions COMPONENT runtime)
 install(FILES deploy/systemd/logitd.service DESTINATION lib/systemd/system COMPONENT runtime)
-install(FILES README.md docs/operations.md docs/semantics.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT runtime)
+install(FILES README.md docs/operations.md docs/security.md docs/semantics.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT runtime)
 install(FILES LICENSE RENAME copyright DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT runtime)
 
 # development

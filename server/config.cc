@@ -48,8 +48,8 @@ constexpr const char* kDescription =
     "3: the device was lost (of several, the last), or hangs. SIGUSR1 sets the log's level to\n"
     "debug, SIGUSR2 back.\n\n"
     "Host memory: the slabs of each device (--streams x 4 x --slab-bytes, pinned if there is a\n"
-    "GPU), and at most about 1.25 x --max-held-bytes + 128 MiB for everything that peers make\n"
-    "the server hold. On the CPU also the heads, and 64 MiB for each stream that uses one.\n";
+    "GPU), --max-held-bytes for messages and answers, and --max-connection-bytes for what else\n"
+    "connections hold. On the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
 constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
 constexpr int64_t kMaxSize = int64_t{1} << 40;

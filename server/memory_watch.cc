@@ -1,7 +1,6 @@
 #include "server/memory_watch.h"
 
 #include <fcntl.h>
-#include <malloc.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
@@ -19,11 +18,6 @@ namespace {
 constexpr absl::Duration kShortPeriod = absl::Milliseconds(5);
 constexpr int kGiveBackShare = 4;
 
-MemoryWatchOptions WithDefaults(MemoryWatchOptions options) {
-  if (!options.give_back) options.give_back = [] { malloc_trim(0); };
-  return options;
-}
-
 }  // namespace
 
 int64_t ResidentBytes() {
@@ -38,7 +32,7 @@ int64_t ResidentBytes() {
 }
 
 MemoryWatch::MemoryWatch(MemoryWatchOptions options)
-    : options_(WithDefaults(std::move(options))),
+    : options_(std::move(options)),
       thread_([this] { Run(); }) {}
 
 MemoryWatch::~MemoryWatch() {

@@ -40,7 +40,7 @@ struct MemoryWatchOptions {
   absl::Duration quiet = absl::Seconds(5);
 
   std::function<int64_t()> resident = &ResidentBytes;
-  std::function<void()> give_back;  // unused memory, to the system; empty: malloc_trim
+  std::function<void()> give_back;  // unused memory, to the system
 };
 
 // A thread that looks at the resident memory. Above the limit less the margin it gives unused memory

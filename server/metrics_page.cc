@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "prometheus/collectable.h"
 #include "prometheus/gauge.h"
 #include "prometheus/metric_family.h"
 #include "prometheus/registry.h"
@@ -53,7 +54,7 @@ void Append(std::vector<prometheus::MetricFamily> more,
 
 }  // namespace
 
-std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
+std::function<std::string()> MakeMetricsPage(const engine::Metrics& metrics,
                                              std::shared_ptr<const ServerTraffic> traffic,
                                              std::string_view version,
                                              std::string_view transport_version,
@@ -61,7 +62,7 @@ std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registr
   prometheus::BuildGauge()
       .Name("logitd_build_info")
       .Help("1; the labels say what runs.")
-      .Register(*registry)
+      .Register(*metrics.registry())
       .Add({{"version", std::string(version)},
             {"grpc", std::string(transport_version)},
             {"backend", devices.front().backend}})
@@ -69,8 +70,8 @@ std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registr
   std::shared_ptr<const GpuMetrics> gpu;
   if (!devices.front().pci_bus_id.empty()) gpu = GpuMetrics::Create(Nvml::Load(), devices);
   return
-      [registry = std::move(registry), traffic = std::move(traffic), gpu = std::move(gpu)] {
-        std::vector<prometheus::MetricFamily> families = registry->Collect();
+      [page = metrics.page(), traffic = std::move(traffic), gpu = std::move(gpu)] {
+        std::vector<prometheus::MetricFamily> families = page->Collect();
         families.push_back(LogMetrics());
         AddTraffic(traffic->Get(), &families);
         Append(ProcessMetrics(), &families);

@@ -11,11 +11,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
+#include "server/engine/metrics.h"
 #include "server/rpc/rpc_server.h"
-
-namespace prometheus {
-class Registry;
-}
 
 namespace logitd {
 
@@ -39,8 +36,8 @@ class ServerTraffic {
   http2::Traffic last_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The page's text: the series of `registry`, to which this adds the build's, and those that are
-// read when the page is asked for.
+// The page's text: the series of `metrics`, to which this adds the build's, and those that are read
+// when the page is asked for.
 //
 //   logitd_build_info{version,grpc,backend}  1
 //   logitd_received_bytes_total, logitd_sent_bytes_total  of all connections
@@ -50,7 +47,7 @@ class ServerTraffic {
 // `devices`: at least one.
 //
 // The function may run on any thread, and keeps what it needs.
-std::function<std::string()> MakeMetricsPage(std::shared_ptr<prometheus::Registry> registry,
+std::function<std::string()> MakeMetricsPage(const engine::Metrics& metrics,
                                              std::shared_ptr<const ServerTraffic> traffic,
                                              std::string_view version,
                                              std::string_view transport_version,

@@ -73,6 +73,7 @@ struct Parts {
   // What computes.
   std::vector<std::unique_ptr<Backend>> backends;
   std::shared_ptr<engine::Devices> devices;
+  std::unique_ptr<engine::Places> places;
   std::unique_ptr<engine::Metrics> metrics;
   std::unique_ptr<engine::Admission> admission;
   std::unique_ptr<engine::Heads> heads;
@@ -97,11 +98,11 @@ struct Parts {
 
 // ---- before the start
 
-// Messages of megabytes come and go. Returning their memory to the system and faulting it in again
-// each time halves the rate from socket to slab. Few arenas, because one arena cannot use memory
-// that another keeps free: with one for each thread the process keeps several times its peak use.
-void TuneMalloc() {
-  mallopt(M_ARENA_MAX, 2);
+// Answers of megabytes come and go: returning their memory to the system and faulting it in again each
+// time takes as long as writing them. One arena for each core, because threads wait for each other in
+// one that they share; no more, because one arena cannot use memory that another keeps free.
+void TuneMalloc(int cores) {
+  mallopt(M_ARENA_MAX, std::max(2, cores));
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 256 << 20);
   mallopt(M_TOP_PAD, 16 << 20);
@@ -181,6 +182,7 @@ absl::Status StartEngine(const Config& config, MakeBackends make_backends, Parts
       });
   LOGITD_RETURN_IF_ERROR(engine.status());
   parts.engine = *std::move(engine);
+  parts.places = std::make_unique<engine::Places>(*parts.devices, config.max_held_bytes);
   spdlog::info(
       "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, devices {} with "
       "{} streams each, connections {}",
@@ -245,7 +247,7 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   parts.door_metrics = std::make_shared<door::DoorMetrics>(
       parts.metrics->registry(), parts.max_connections, CutReasons());
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
-      ServeMetrics(config, MakeMetricsPage(parts.metrics->registry(), parts.traffic, Version(),
+      ServeMetrics(config, MakeMetricsPage(*parts.metrics, parts.traffic, Version(),
                                            TransportVersion(), InfosOf(*parts.devices)));
   LOGITD_RETURN_IF_ERROR(metrics_server.status());
   parts.metrics_server = *std::move(metrics_server);
@@ -295,6 +297,7 @@ rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
           .tls = parts.front_door.tls,
           .identities = parts.front_door.identities.get(),
           .leases = parts.arenas == nullptr ? nullptr : parts.leases.get(),
+          .places = parts.places.get(),
           .max_connection_age = config.max_connection_age,
           .max_connection_idle = config.max_connection_idle,
           .keepalive_time = config.keepalive_time};
@@ -317,7 +320,7 @@ absl::Status StartServer(const Config& config, Parts& parts) {
   parts.server = *std::move(server);
   parts.memory_watch =
       WatchMemory(config, *parts.devices, base_bytes, *parts.admission, *parts.metrics,
-                  parts.door_metrics, *parts.leases, parts.server.get());
+                  parts.door_metrics, *parts.leases, parts.places.get(), parts.server.get());
   parts.traffic->Set(parts.server.get());
   parts.rechecked = parts.server.get();
   if (parts.arenas != nullptr) parts.arenas->ServeRings(parts.server->ring_service(), parts.cores);
@@ -411,7 +414,7 @@ int End(Events::Kind drained, Parts& parts) {
 
 int Serve(const Config& config, MakeBackends make_backends) {
   Parts parts;
-  TuneMalloc();
+  TuneMalloc(UsableCores());
   TuneMutexes();
   spdlog::info("logitd {}, {}", Version(), TransportVersion());
   const absl::StatusOr<int64_t> max_connections = MaxConnections(config);

@@ -1,5 +1,8 @@
 #include "server/watch_memory.h"
 
+#include <malloc.h>
+
+#include <algorithm>
 #include <utility>
 
 #include "absl/base/config.h"
@@ -22,7 +25,8 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
-                                         const arena::Leases& leases, rpc::RpcServer* server) {
+                                         const arena::Leases& leases, engine::Places* places,
+                                         rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
   const HostMemory most = MostHostMemory(config, cpu, devices.count(), /*max_head_bytes=*/0);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
@@ -38,11 +42,18 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
       MemoryWatchOptions{
           .base = base,
           .allowed_growth = [=] { return limit() - base; },
-          .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
+          .held = [=, &admission] {
+            return device_growth() + std::max(admission.held_bytes(), places->pinned());
+          },
           .shed = [server](bool shed) { server->RefuseConnections(shed); },
           .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
           // Pinned arenas have a limit of their own.
-          .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); }});
+          .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); },
+          .give_back =
+              [places] {
+                malloc_trim(0);
+                places->GiveBack();
+              }});
 }
 
 }  // namespace logitd

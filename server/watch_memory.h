@@ -23,7 +23,8 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                                int64_t base, const engine::Admission& admission,
                                                const engine::Metrics& metrics,
                                                std::shared_ptr<door::DoorMetrics> door_metrics,
-                                               const arena::Leases& leases, rpc::RpcServer* server);
+                                               const arena::Leases& leases, engine::Places* places,
+                                         rpc::RpcServer* server);
 
 }  // namespace logitd
 

@@ -91,7 +91,7 @@ int Run(double seconds, const std::string& json_file) {
     results.push_back({{"threads", threads}, {"ns_per_call", ns}});
   }
   const Clock::time_point start = Clock::now();
-  const std::string page = prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
+  const std::string page = prometheus::TextSerializer().Serialize(metrics.page()->Collect());
   const double scrape = Seconds(Clock::now() - start);
   std::printf("scrape: %.2f ms for %zu bytes\n", scrape * 1e3, page.size());
   if (json_file.empty()) return 0;

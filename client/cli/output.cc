@@ -327,9 +327,6 @@ std::string Table(const HeadsOutput& output) {
     absl::StrAppendFormat(&out, "%-16s %5s %8d %7d %10s  %-24s  %s, %s\n", head.name(),
                           client::DTypeShortName(head.dtype()), head.vocab(), head.hidden(),
                           Bytes(head.device_bytes()), Extras(head), head.tensor(), head.path());
-    for (const std::string& warning : head.warnings()) {
-      absl::StrAppendFormat(&out, "warning: %s: %s\n", head.name(), warning);
-    }
   }
   for (const v1::Head& head : output.heads) {
     for (const std::string& warning : head.warnings()) {

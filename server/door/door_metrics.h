@@ -1,14 +1,13 @@
-// What an operator sees of connections and memory. Names are stable. Every series exists from the
-// start.
+// Metrics of connections, TLS and memory. Names are stable. Every series exists from the start.
 //
 // Counters
-//   logitd_connections_cut_total{reason}  connections that the server ended; see docs/security.md
+//   logitd_connections_cut_total{reason}  connections that the server ended; see docs/operations.md
 //   logitd_connections_refused_total      connections closed as soon as they were accepted
 //   logitd_messages_too_large_total       calls ended for a message larger than the server takes
 // Gauges
 //   logitd_connections, logitd_connections_limit  open connections, and the most there may be
 //   logitd_resident_bytes, logitd_resident_bytes_limit
-//                                         resident memory, and the most that the watch allows
+//                                         resident memory, and the limit of the last guard
 #ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 #define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 

@@ -26,7 +26,7 @@ constexpr uint64_t kFirstId = uint64_t{1} << 63;
 constexpr size_t kMaxName = 64;
 constexpr int64_t kMaxLimit = int64_t{1} << 50;
 constexpr double kMaxWeight = 1000;
-// What Linux says of a user of another namespace that has no number in this one.
+// Linux's number for a user of another namespace who has none in this one.
 constexpr uint64_t kUnknownUser = 65534;
 
 constexpr const char* kKeys[] = {

@@ -29,7 +29,7 @@ inline constexpr auto kRoleNames =
     std::to_array<absl::string_view>({"infer", "score", "heads", "admin"});
 constexpr absl::string_view NameOf(Role role) { return kRoleNames[static_cast<size_t>(role)]; }
 
-// What an identity uses now. It outlives a reload of the file. Thread-safe.
+// The usage of an identity at present. It outlives a reload of the file. Thread-safe.
 class Usage {
  public:
   // Counts one more call. False: there are `most` already. 0: any number.
@@ -63,11 +63,11 @@ struct Identity {
   std::string RoleList() const;  // "infer, score"
 };
 
-// What a caller shows.
+// The credentials that a caller shows.
 using TokenHash = std::array<unsigned char, 32>;
 struct Credentials {
   std::optional<TokenHash> token;  // of the token that it sent
-  // Proved by the connection. See Connection.
+  // Proved by the connection: see http2::PeerInfo.
   std::vector<std::string> certificate_names;
   std::optional<uint32_t> uid;
 };

@@ -109,8 +109,8 @@ sockaddr_un UnixAddress(const std::string& path) {
   return address;
 }
 
-// What is at the path of a Unix socket, seen by connecting to it. OK: a file that no process
-// listens on.
+// Checks what is at the path of a Unix socket, by connecting to it. OK: nothing, or a file that no
+// process listens on.
 absl::Status CheckStale(const std::string& path, const sockaddr_un& address, int type) {
   struct stat file = {};
   if (lstat(path.c_str(), &file) != 0) {

@@ -22,7 +22,7 @@ struct ListeningSocket {
   uint64_t inode = 0;
 };
 
-// What a Unix socket is like. Others ignore it.
+// Options of a Unix socket. Other sockets ignore them.
 struct UnixSocketOptions {
   int type = SOCK_STREAM;
   std::optional<mode_t> mode;  // of its file; nullopt: what the process's umask leaves

@@ -66,7 +66,7 @@ absl::Status WatchedFiles::Look(Watched& watched, bool* changed) {
   for (const std::string& path : watched.group.paths) {
     absl::StatusOr<std::string> content = ReadFile(path);
     if (!content.ok()) {
-      // What comes back may be what was used before: then it is used again, and no longer stale.
+      // The old contents may come back: then they are used again, and the file is no longer stale.
       watched.digest.clear();
       return content.status();
     }

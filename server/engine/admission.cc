@@ -1,6 +1,7 @@
 #include "server/engine/admission.h"
 
 #include <algorithm>
+#include <atomic>
 #include <list>
 #include <map>
 #include <set>
@@ -28,6 +29,10 @@ constexpr double kTurnRate = 256 << 20;  // bytes per second
 // A message of unknown progress may take so long for each byte.
 constexpr double kUnknownRate = 64 << 20;  // bytes per second
 
+// A charge is lowered by at least this part of the largest message. Less is given back at the end of
+// the call: that saves a small call three turns of the lock.
+constexpr int64_t kFreedParts = 1024;
+
 }  // namespace
 
 absl::Status DrainingError() {
@@ -35,12 +40,13 @@ absl::Status DrainingError() {
       "the server is draining: it finishes admitted calls and takes no new ones");
 }
 
-// The admission's lock guards it until Received; after that only its ticket uses it, except Free.
+// The admission's lock guards it, except the atomics. `bytes` also are the ticket's: after Received
+// only it changes them.
 struct Admission::Ticket::Charge {
   Room::Holder* holder = nullptr;
   RoomPart part = RoomPart::kCommon;
   int64_t bytes = 0;
-  int64_t turn_bytes = 0;  // 0: has no turn, or not any longer
+  std::atomic<int64_t> turn_bytes = 0;  // 0: has no turn, or not any longer
   absl::Time turn_end;
   bool between_messages = false;
   Caller caller;
@@ -48,8 +54,8 @@ struct Admission::Ticket::Charge {
   std::function<void(const absl::Status&)> too_slow;
   absl::Time granted;
   absl::Time told = absl::InfinitePast();  // that it is too slow
-  bool receiving = true;                   // in State::receiving, at `place`
-  std::list<Charge*>::iterator place;
+  std::atomic<bool> receiving = true;      // its message is not there
+  std::list<Charge*>::iterator place;      // in State::charges
 };
 
 struct Admission::State {
@@ -89,7 +95,13 @@ struct Admission::State {
   }
 
   Room::Ask Asked(const RoomAsk& ask) const {
-    return {.bytes = Charged(ask), .receiving = ask.received ? 0 : ask.receiving_bytes};
+    const bool needs_turn = !ask.received && ask.receiving_bytes > Room::kUnaskedBytes;
+    return {.bytes = Charged(ask), .receiving = needs_turn ? ask.receiving_bytes : 0};
+  }
+
+  // A charge of `charged` bytes may stay where `bytes` are needed.
+  bool MayStay(int64_t charged, int64_t bytes) const {
+    return bytes <= charged && charged - bytes <= options.max_request_bytes / kFreedParts;
   }
 
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -119,7 +131,7 @@ struct Admission::State {
           charge->granted + kTurn + absl::Seconds(static_cast<double>(bytes) / kTurnRate);
       turns.insert({charge->turn_end, charge.get()});
     }
-    charge->place = receiving.insert(receiving.end(), charge.get());
+    charge->place = charges.insert(charges.end(), charge.get());
     return Ticket(admission, std::move(charge));
   }
 
@@ -189,14 +201,15 @@ struct Admission::State {
   void EndTurn(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     if (charge->turn_bytes == 0) return;
     turns.erase({charge->turn_end, charge});
-    room.EndTurn(std::exchange(charge->turn_bytes, 0));
+    room.EndTurn(charge->turn_bytes.exchange(0));
   }
 
-  void StopReceiving(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    if (!charge->receiving) return;
-    charge->receiving = false;
+  // Gives everything back. The charge is destroyed next.
+  void End(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     EndTurn(charge);
-    receiving.erase(charge->place);
+    charges.erase(charge->place);
+    Free(charge, 0);
+    room.End(charge->holder);
   }
 
   absl::Status QuotaError(const Room::Holder& holder, const RoomAsk& ask, int64_t bytes) const {
@@ -222,13 +235,13 @@ struct Admission::State {
   Room room ABSL_GUARDED_BY(mutex);
   // Of tickets that GiveBackLater ended; the timer frees them.
   std::vector<std::unique_ptr<Charge>> given_back ABSL_GUARDED_BY(mutex);
-  bool draining ABSL_GUARDED_BY(mutex) = false;
+  std::atomic<bool> draining = false;  // set under the lock
   bool stopping ABSL_GUARDED_BY(mutex) = false;
   bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of LetIn
   WaiterId next_id ABSL_GUARDED_BY(mutex) = 1;
   std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);
   std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // finite ones
-  std::list<Charge*> receiving ABSL_GUARDED_BY(mutex);  // in the order of their grants
+  std::list<Charge*> charges ABSL_GUARDED_BY(mutex);  // in the order of their grants
   std::set<std::pair<absl::Time, Charge*>> turns ABSL_GUARDED_BY(mutex);  // by their end
   // Since when calls have waited for room without a break; InfiniteFuture: none waits.
   absl::Time waiting_since ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();
@@ -244,10 +257,7 @@ void Admission::State::RunTimer() {
   mutex.Lock();
   while (!stopping) {
     if (!given_back.empty()) {
-      for (const auto& charge : std::exchange(given_back, {})) {
-        Free(charge.get(), 0);
-        room.End(charge->holder);
-      }
+      for (const auto& charge : std::exchange(given_back, {})) End(charge.get());
       mutex.Unlock();
       LetIn();
       mutex.Lock();
@@ -286,13 +296,13 @@ void Admission::State::RunTimer() {
 // Counts, for each caller whose connection reports its bytes, how many messages its progress
 // suffices for: Holder::receiving. The window of a caller starts again where it is over.
 void Admission::State::CountAllowed(absl::Time now) {
-  for (Charge* charge : receiving) charge->holder->receiving = -1;  // not counted yet
-  for (Charge* charge : receiving) {
+  for (Charge* charge : charges) charge->holder->receiving = -1;  // not counted yet
+  for (Charge* charge : charges) {
     Room::Holder& holder = *charge->holder;
-    if (charge->received_bytes == nullptr || holder.receiving >= 0) continue;
+    if (!charge->receiving || charge->received_bytes == nullptr || holder.receiving >= 0) continue;
     const int64_t now_ns = absl::ToUnixNanos(now);
     const int64_t begin_ns = absl::ToUnixNanos(waiting_since);
-    holder.receiving = static_cast<int>(receiving.size());
+    holder.receiving = static_cast<int>(charges.size());
     const bool begins = holder.seen_ns < begin_ns;
     const double seconds = static_cast<double>(now_ns - holder.seen_ns) * 1e-9;
     if (!begins && seconds < absl::ToDoubleSeconds(kReceiveWindow)) continue;
@@ -310,7 +320,7 @@ void Admission::State::CountAllowed(absl::Time now) {
     holder.seen_ns = now_ns;
     holder.receiving =
         static_cast<int>(std::min(holder.rate / static_cast<double>(options.min_receive_rate),
-                                  static_cast<double>(receiving.size())));
+                                  static_cast<double>(charges.size())));
   }
 }
 
@@ -338,7 +348,8 @@ absl::Status Admission::State::TooSlow(const Charge& charge, absl::Time now) {
 void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& calls) {
   if (options.min_receive_rate > 0) CountAllowed(now);
   // In the order of their grants: where a caller's progress suffices for some, the newest end.
-  for (Charge* charge : receiving) {
+  for (Charge* charge : charges) {
+    if (!charge->receiving) continue;
     if (charge->between_messages) {
       if (now - charge->granted >= kReceiveWindow && charge->bytes > 0) Free(charge, 0);
       continue;
@@ -378,9 +389,7 @@ Admission::Ticket::~Ticket() {
   bool let_in = false;
   {
     MutexLock lock(state.mutex);
-    state.StopReceiving(charge_.get());
-    state.Free(charge_.get(), 0);
-    state.room.End(charge_->holder);
+    state.End(charge_.get());
     let_in = state.MayLetIn();
   }
   if (let_in) state.LetIn();
@@ -390,11 +399,16 @@ bool Admission::Ticket::Received(int64_t bytes) {
   if (charge_ == nullptr) return false;
   State& state = *admission_->state_;
   bytes = std::min(bytes, state.options.max_request_bytes);
+  if (charge_->turn_bytes == 0 && state.MayStay(charge_->bytes, bytes)) {
+    charge_->receiving = false;
+    return true;
+  }
   bool enough = false;
   bool let_in = false;
   {
     MutexLock lock(state.mutex);
-    state.StopReceiving(charge_.get());
+    charge_->receiving = false;
+    state.EndTurn(charge_.get());
     enough = bytes <= charge_->bytes;
     state.Free(charge_.get(), enough ? bytes : 0);
     let_in = state.MayLetIn();
@@ -407,6 +421,7 @@ bool Admission::Ticket::Received(int64_t bytes) {
 void Admission::Ticket::ShrinkTo(int64_t bytes) {
   if (charge_ == nullptr || bytes >= charge_->bytes) return;
   State& state = *admission_->state_;
+  if (state.MayStay(charge_->bytes, bytes)) return;
   bool let_in = false;
   {
     MutexLock lock(state.mutex);
@@ -420,7 +435,6 @@ void Admission::Ticket::GiveBackLater() {
   if (charge_ == nullptr) return;
   State& state = *admission_->state_;
   MutexLock lock(state.mutex);
-  state.StopReceiving(charge_.get());
   state.given_back.push_back(std::move(charge_));
   state.timer_wake.Signal();
 }
@@ -529,10 +543,7 @@ void Admission::BeginDrain() {
   state_->LetIn();
 }
 
-bool Admission::draining() const {
-  MutexLock lock(state_->mutex);
-  return state_->draining;
-}
+bool Admission::draining() const { return state_->draining; }
 
 int64_t Admission::held_bytes() const {
   MutexLock lock(state_->mutex);

@@ -102,10 +102,11 @@ class Admission {
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
     ~Ticket();
-    // The message has arrived, and the call needs `bytes` from here on. True: they are charged.
+    // The message has arrived, and the call needs `bytes` from here on. True: they are charged, or
+    // more by at most a 1024th of the largest message.
     // False: the ticket held less, and everything was given back; the call must ask again. Once.
     bool Received(int64_t bytes);
-    // Gives all but `bytes` back. After Received.
+    // Gives all but `bytes` back, or nothing if it is less than that. After Received.
     void ShrinkTo(int64_t bytes);
     // Gives everything back. Waiting calls are let in on the admission's own thread: for callers
     // inside the transport, which must not run another call's code.

@@ -16,12 +16,8 @@ constexpr size_t kMaxIdleKeys = 256;
 // What a byte of payload costs, in nanoseconds, where nothing like it has run.
 constexpr double kUnknownByteNs = 1;
 
-// A brief copy takes about as long as a sleeping thread takes to wake. So a stream is woken when
-// the copy begins, and polls until it ends. That saves 30 us of 400 for a call of 512 KiB on two
-// quiet cores, and nothing on busy cores. A smaller payload is copied before the thread is awake;
-// polling for a larger one keeps a core busy.
-constexpr int64_t kMinBriefCopyBytes = int64_t{128} << 10;
-constexpr int64_t kMaxBriefCopyBytes = int64_t{1} << 20;
+// A payload of more bytes is left to the copy threads: whoever submits it has other callers to serve.
+constexpr int64_t kMostCopiedAtOnce = int64_t{256} << 10;
 
 }  // namespace
 
@@ -84,68 +80,77 @@ Batcher::Batcher(const EngineOptions& options, const SliceRules& rules, const De
 
 // ---- submission ----
 
-Batcher::Loan Batcher::Submit(std::shared_ptr<Job> submitted, bool borrow) {
+void Batcher::Submit(absl::Span<std::shared_ptr<Job>> jobs) {
   CallerScope scope(callers_);
-  Job* job = submitted.get();
-  Job::Place& place = job->place_;
-  const JobSpec& spec = job->spec();
-  const JobSize& size = spec.size;
-  if (absl::Status fits = CheckFits(spec, options_); !fits.ok()) {
-    job->Done(fits, JobAnswer{}, JobTimes{});
-    return {};
-  }
-  place.submitted_ns = MonotonicNanos();
-  place.self = std::move(submitted);
-
+  Copies copies;
   JobList ended;
-  std::byte* to = nullptr;
-  bool brief = false;
-  const size_t row_stride = RowStride(spec.key);
   {
     MutexLock lock(mutex_);
-    ++unfinished_;
-    if (closed_ || IsLost(spec.key)) {
-      place.state = Job::Place::State::kDone;
-      place.why = absl::StatusCode::kUnavailable;
-      ended.PushBack(job);
-    } else {
-      KeyQueue* queue = Arrive(job);
-      if (queue->open != nullptr && !Fits(*queue->open, spec)) {
-        Seal(queue->open);
-        SealAndWake();
-      }
-      if (queue->open == nullptr && queue->pending.top() == nullptr && MayOpen(*job)) {
-        Open(FreeBatch(), queue, *job);
-      }
-      if (queue->open != nullptr) {
-        Batch* batch = queue->open;
-        to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
-        Reserve(batch, job, spec);
-        place.state = Job::Place::State::kCopying;
-        const bool lends = borrow && unfinished_ == 1;  // probably: then no stream wakes
-        brief = idle_spin_ns_ > 0 && !lends && max_batch_delay_ns_ == 0 &&
-                size.payload_bytes >= kMinBriefCopyBytes &&
-                size.payload_bytes <= kMaxBriefCopyBytes;
-        if (brief) {
-          ++brief_copies_;
-          RouseStream();
-        }
-      } else {
-        PushPending(queue, job);
-        PlacePending();  // it may take a slab that the jobs before it may not
-        // An open batch gives up its max_batch_delay when jobs wait for slabs.
-        SealAndWake();
-      }
-      if (spec.deadline < next_expiry_) {
-        next_expiry_ = spec.deadline;
-        timer_wake_.Signal();
-      }
-    }
+    for (std::shared_ptr<Job>& job : jobs) PlaceJob(std::move(job), copies, ended);
     Publish();
   }
-  if (to != nullptr) return Copy(job, to, row_stride, brief, borrow);
+  Copy(copies, /*borrow=*/false);
   End(ended);
-  return {};
+}
+
+Batcher::Loan Batcher::SubmitAlone(std::shared_ptr<Job> job) {
+  CallerScope scope(callers_);
+  Copies copies;
+  JobList ended;
+  {
+    MutexLock lock(mutex_);
+    PlaceJob(std::move(job), copies, ended);
+    Publish();
+  }
+  const Loan loan = Copy(copies, /*borrow=*/true);
+  End(ended);
+  return loan;
+}
+
+// Gives the job a place in a batch, or in a line. `copies`: gets it if this thread copies its payload.
+void Batcher::PlaceJob(std::shared_ptr<Job> submitted, Copies& copies, JobList& ended) {
+  Job* const job = submitted.get();
+  Job::Place& place = job->place_;
+  const JobSpec& spec = job->spec();
+  place.submitted_ns = MonotonicNanos();
+  place.self = std::move(submitted);
+  ++unfinished_;
+  const bool fits = CheckFits(spec, options_).ok();
+  if (!fits || closed_ || IsLost(spec.key)) {
+    place.state = Job::Place::State::kDone;
+    place.why = fits ? absl::StatusCode::kUnavailable : absl::StatusCode::kInvalidArgument;
+    return ended.PushBack(job);
+  }
+  KeyQueue* queue = Arrive(job);
+  if (queue->open != nullptr && !Fits(*queue->open, spec)) {
+    Seal(queue->open);
+    SealAndWake();
+  }
+  if (queue->open == nullptr && queue->pending.top() == nullptr && MayOpen(*job)) {
+    Open(FreeBatch(), queue, *job);
+  }
+  if (queue->open != nullptr) {
+    Batch* batch = queue->open;
+    const size_t row_stride = RowStride(spec.key);
+    std::byte* const to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
+    Reserve(batch, job, spec);
+    const bool in_slab = job->places().empty() || job->places().front().data == nullptr;
+    if (in_slab && spec.size.payload_bytes > kMostCopiedAtOnce) {
+      LeaveToCopier(batch, job);
+    } else {
+      place.state = Job::Place::State::kCopying;
+      copies.push_back({.job = job, .to = to, .row_stride = row_stride});
+    }
+  } else {
+    PushPending(queue, job);
+    PlacePending();  // it may take a slab that the jobs before it may not
+    // An open batch gives up its max_batch_delay when jobs wait for slabs.
+    SealAndWake();
+  }
+  if (spec.deadline < next_expiry_) {
+    next_expiry_ = spec.deadline;
+    timer_wake_.Signal();
+  }
 }
 
 bool Batcher::Fits(const Batch& batch, const JobSpec& spec) const {
@@ -333,11 +338,15 @@ void Batcher::PlacePending() {
       }
       RemovePending(job);
       Reserve(batch, job, job->spec());
-      job->place_.state = Job::Place::State::kPlaced;
-      devices_[static_cast<size_t>(batch->home)].to_copy.PushBack(job);
-      WakeCopier(batch->home);
+      LeaveToCopier(batch, job);
     }
   }
+}
+
+void Batcher::LeaveToCopier(Batch* batch, Job* job) {
+  job->place_.state = Job::Place::State::kPlaced;
+  devices_[static_cast<size_t>(batch->home)].to_copy.PushBack(job);
+  WakeCopier(batch->home);
 }
 
 // Prefers a copy thread near the slab.
@@ -349,42 +358,52 @@ void Batcher::WakeCopier(int home) {
   waked->copy_wake.Signal();
 }
 
-Batcher::Loan Batcher::Copy(Job* job, std::byte* to, size_t row_stride, bool brief, bool borrow) {
-  const int64_t start = MonotonicNanos();
-  job->CopyPayload(to, row_stride);
-  const int64_t end = MonotonicNanos();
+// `borrow`: as in SubmitAlone.
+Batcher::Loan Batcher::Copy(absl::Span<const PayloadCopy> copies, bool borrow) {
+  if (copies.empty()) return {};
+  int64_t begin = MonotonicNanos();
+  for (const PayloadCopy& copy : copies) {
+    copy.job->CopyPayload(copy.to, copy.row_stride);
+    const int64_t end = MonotonicNanos();
+    copy.job->place_.copy_ns = end - std::exchange(begin, end);
+  }
 
-  Job::Place& place = job->place_;
   JobList ended;
-  Loan loan;
   {
     MutexLock lock(mutex_);
-    Batch* batch = place.batch;
-    place.copy_ns = end - start;
-    --batch->copying;
-    ++batch->copied;
-    if (brief) --brief_copies_;
-    if (place.dropped) {
-      place.state = Job::Place::State::kDone;
-      ended.PushBack(job);
-      ReleaseIfEmpty(batch);
-    } else {
-      place.state = Job::Place::State::kCopied;
-      if (borrow) loan = Borrow(batch);
-    }
-    if (loan.batch != nullptr) {
-      Publish();
-      return loan;
-    }
     // A stream that sleeps until max_batch_delay or a hold is over must be woken once for a new batch,
     // and where the job's deadline makes the hold shorter.
-    const absl::Time deadline = job->spec().deadline;
-    SealAndWake(/*for_delay=*/batch->copied == 1 ||
-                (deadline == batch->first_deadline && deadline != absl::InfiniteFuture()));
+    bool for_delay = false;
+    for (const PayloadCopy& copy : copies) for_delay = Copied(copy.job, ended) || for_delay;
+    if (borrow && ended.first == nullptr) {
+      if (const Loan loan = Borrow(copies.front().job->place_.batch); loan.batch != nullptr) {
+        Publish();
+        return loan;
+      }
+    }
+    SealAndWake(for_delay);
     if (ended.first != nullptr) Publish();
   }
   End(ended);
   return {};
+}
+
+// The payload is in its slab. True: its batch is new, or must begin earlier than before.
+bool Batcher::Copied(Job* job, JobList& ended) {
+  Job::Place& place = job->place_;
+  Batch* const batch = place.batch;
+  --batch->copying;
+  ++batch->copied;
+  if (place.dropped) {
+    place.state = Job::Place::State::kDone;
+    ended.PushBack(job);
+    ReleaseIfEmpty(batch);
+    return false;
+  }
+  place.state = Job::Place::State::kCopied;
+  const absl::Time deadline = job->spec().deadline;
+  return batch->copied == 1 ||
+         (deadline == batch->first_deadline && deadline != absl::InfiniteFuture());
 }
 
 void Batcher::CopyLoop(int index) {
@@ -403,7 +422,7 @@ void Batcher::CopyLoop(int index) {
       std::byte* to =
           batch.slab.host + static_cast<size_t>(batch.slots[place.slot].first_row) * row_stride;
       mutex_.Unlock();
-      Copy(job, to, row_stride, /*brief=*/false, /*borrow=*/false);
+      Copy({{.job = job, .to = to, .row_stride = row_stride}}, /*borrow=*/false);
       mutex_.Lock();
     } else if (stopping_) {
       break;

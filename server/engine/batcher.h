@@ -13,6 +13,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -147,8 +148,9 @@ class Batcher {
     int stream = 0;
   };
 
-  // See Engine. `borrow`: as of Engine::SubmitAlone; otherwise no Loan.
-  Loan Submit(std::shared_ptr<Job> job, bool borrow = false);
+  // See Engine.
+  void Submit(absl::Span<std::shared_ptr<Job>> jobs);
+  Loan SubmitAlone(std::shared_ptr<Job> job);
   // After a slice of the batch.
   void Return(const Loan& loan);
   // For a thread that has a Loan, or asks for one.
@@ -223,6 +225,14 @@ class Batcher {
     int64_t size = 0;
   };
 
+  // A payload that this thread copies, without the lock.
+  struct PayloadCopy {
+    Job* job;
+    std::byte* to;
+    size_t row_stride;
+  };
+  using Copies = absl::InlinedVector<PayloadCopy, 8>;
+
   // What it knows of a stream.
   struct Seat {
     bool waits = false;  // its thread is inside Next
@@ -267,7 +277,11 @@ class Batcher {
   void DropLost(JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropAll(absl::StatusCode why, absl::Time due_by, JobList& ended)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Loan Copy(Job* job, std::byte* to, size_t row_stride, bool brief, bool borrow);
+  void PlaceJob(std::shared_ptr<Job> submitted, Copies& copies, JobList& ended)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaveToCopier(Batch* batch, Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Loan Copy(absl::Span<const PayloadCopy> copies, bool borrow);
+  bool Copied(Job* job, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Device& DeviceOf(int stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return devices_[static_cast<size_t>(stream / options_.streams)];
   }
@@ -297,10 +311,8 @@ class Batcher {
   void EndBetweenSlices(Batch* batch, JobList& ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Settle(const Batch& batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Time NextDue(int64_t held, int64_t now_ns) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool IsAwake(const Device& device) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wake(Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Device* MostIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RouseStream() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SealAndWake(bool for_delay = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -332,11 +344,7 @@ class Batcher {
   int64_t kept_ ABSL_GUARDED_BY(mutex_) = 0;        // slabs
   bool sharding_ ABSL_GUARDED_BY(mutex_) = false;   // a slice on a sharded head runs
   int slow_ ABSL_GUARDED_BY(mutex_) = 0;            // slices that may take longer than kSlowSlice
-  // The device whose idle stream polls wakes_, and the one whose idle stream was woken for a brief
-  // copy; null: none.
-  Device* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  Device* roused_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  int brief_copies_ ABSL_GUARDED_BY(mutex_) = 0;  // under way; see kMinBriefCopyBytes
+  Device* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;  // whose idle stream polls wakes_; null: none
   // No job that waits, or is in a batch between slices, has an earlier deadline.
   absl::Time next_expiry_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;

@@ -169,6 +169,9 @@ void Batcher::End(JobList& ended) {
                                                  ? "the deadline passed while it ran"
                                                  : "the deadline passed before a stream was free");
         break;
+      case absl::StatusCode::kInvalidArgument:
+        status = CheckFits(job->spec(), options_);
+        break;
       default:
         status = absl::UnavailableError(unavailable);
     }

@@ -277,13 +277,8 @@ absl::Time Batcher::NextDue(int64_t held, int64_t now_ns) const {
   return absl::Now() + wait;
 }
 
-// Whether a stream of the device polls, or was woken to do so.
-bool Batcher::IsAwake(const Device& device) const {
-  return &device == spinner_ || &device == roused_;
-}
-
 void Batcher::Wake(Device& device) {
-  if (IsAwake(device)) {
+  if (&device == spinner_) {
     wakes_.fetch_add(1, std::memory_order_relaxed);
   } else {
     device.wake.Signal();
@@ -298,17 +293,6 @@ Batcher::Device* Batcher::MostIdle() {
     if (most == nullptr || device.idle_streams > most->idle_streams) most = &device;
   }
   return most;
-}
-
-// Wakes an idle stream before there is a batch for it, to poll until a brief copy ends.
-void Batcher::RouseStream() {
-  if (roused_ != nullptr) return;
-  if (spinner_ != nullptr) {
-    Wake(*spinner_);
-  } else if (Device* device = MostIdle(); device != nullptr) {
-    Wake(*device);
-    roused_ = device;
-  }
 }
 
 // Seals what idle streams could take, and wakes one of them if there is a batch that it may run: one
@@ -327,7 +311,7 @@ void Batcher::SealAndWake(bool for_delay) {
     if (device.idle_streams == 0) continue;
     if (best != nullptr) {
       const bool idler = device.idle_streams > best->idle_streams;
-      if (IsAwake(device) == IsAwake(*best) ? !idler : IsAwake(*best)) continue;
+      if (best == spinner_ || (&device != spinner_ && !idler)) continue;
     }
     if (FindMostUrgent(device) != nullptr) best = &device;
   }
@@ -420,7 +404,7 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
     if (!seat.lent && max_batch_delay_ns_ > 0 && FindMostUrgent(device) != nullptr) {
       continue;  // due just now
     }
-    if (!seat.lent && (!spun || brief_copies_ > 0 || held > 0) && spinner_ == nullptr) {
+    if (!seat.lent && (!spun || held > 0) && spinner_ == nullptr) {
       // The next request of a busy client comes within microseconds, and a sleeping thread takes
       // longer to wake. The stream also polls while a brief copy runs, or a batch is held.
       spun = true;
@@ -436,12 +420,10 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
     } else {
       Publish();
       device.wake.WaitUntil(mutex_, NextDue(held, now_ns));
-      if (roused_ == &device) roused_ = nullptr;
     }
   }
   seat.waits = false;
   if (!seat.lent) --device.idle_streams;
-  if (device.lost && roused_ == &device) roused_ = nullptr;
   // One wake may stand for several batches. And if batches may be delayed, another stream must now
   // wait for the next one to become due.
   SealAndWake(/*for_delay=*/true);

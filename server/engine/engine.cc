@@ -107,10 +107,10 @@ class ThreadedEngine final : public Engine {
   absl::Status CheckFits(const JobSpec& spec) const override {
     return engine::CheckFits(spec, options_);
   }
-  void Submit(std::shared_ptr<Job> job) override { batcher_.Submit(std::move(job)); }
+  void Submit(absl::Span<std::shared_ptr<Job>> jobs) override { batcher_.Submit(jobs); }
   void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) override {
     const CallerScope scope = batcher_.EnterCall();
-    const Batcher::Loan loan = batcher_.Submit(std::move(job), /*borrow=*/true);
+    const Batcher::Loan loan = batcher_.SubmitAlone(std::move(job));
     if (loan.batch == nullptr) return;
     const Ran ran = Run(loan.stream, *loan.batch);
     batcher_.Return(loan);

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "server/engine/job.h"
 
@@ -41,7 +42,7 @@ struct EngineOptions {
   // last wave of blocks do.
   absl::Duration max_slice = absl::ZeroDuration();
   // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake. It also
-  // polls while a brief copy runs, and while a batch is held for its head.
+  // polls while a batch is held for its head.
   absl::Duration idle_spin = absl::Microseconds(30);
 };
 
@@ -75,8 +76,8 @@ class Engine {
   virtual absl::Status CheckFits(const JobSpec& spec) const = 0;
 
   // Runs the job: a place in the open batch of its key, one CopyPayload, a stream, Done. If there is
-  // a slab for it, the payload is copied inside this call. Otherwise the job waits, and a copy
-  // thread copies it later. Done runs exactly once, possibly before Submit returns, with OK or
+  // a slab for it, a small payload is copied inside this call. Otherwise a copy thread copies it
+  // later. Done runs exactly once, possibly before Submit returns, with OK or
   //
   //   DEADLINE_EXCEEDED  the deadline passed before its last slice began
   //   CANCELLED          Cancel came before its last slice ended
@@ -91,9 +92,11 @@ class Engine {
   // share a batch. Batches run in slices (EngineOptions::max_slice), and the most urgent batch gets
   // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
   // or where one pass over a head takes longer.
-  virtual void Submit(std::shared_ptr<Job> job) = 0;
+  void Submit(std::shared_ptr<Job> job) { Submit({&job, 1}); }
+  // Several jobs for the price of one: they are moved from.
+  virtual void Submit(absl::Span<std::shared_ptr<Job>> jobs) = 0;
 
-  // The same, by a thread that has nothing else to do until the job has ended: where no other job is
+  // Submits one job by a thread that has nothing else to do until the job has ended: where no other job is
   // there, and a stream is idle, the thread runs a short job itself, in this call. That spares the job
   // two hand-overs to other threads. It is not done on the host, nor for a kind of job that has not
   // run before. Then `ended` runs when the stream is free again: for what should not wait until the

@@ -89,6 +89,7 @@ void WorkAhead::Move(Share* share, Priority priority, int64_t change) {
     from.work -= share->work[p];
     if (--from.callers == 0) {
       from.weight = 0;
+      used_[p] &= ~(uint64_t{1} << BucketOf(*share, p));
     } else {
       from.weight -= share->weight;
     }
@@ -99,6 +100,7 @@ void WorkAhead::Move(Share* share, Priority priority, int64_t change) {
     to.work += share->work[p];
     to.weight += share->weight;
     ++to.callers;
+    used_[p] |= uint64_t{1} << BucketOf(*share, p);
   }
 }
 
@@ -112,14 +114,14 @@ double WorkAhead::Of(const Share& share, Priority priority, int64_t cost) const 
   const auto p = static_cast<size_t>(priority);
   const double mine = static_cast<double>(share.work[p] + cost) / share.weight;
   double ahead = static_cast<double>(cost);
-  for (const Bucket& bucket : buckets_[p]) {
-    if (bucket.callers > 0) {
-      ahead += std::min(static_cast<double>(bucket.work), bucket.weight * mine);
-    }
+  for (uint64_t left = used_[p]; left != 0; left &= left - 1) {
+    const Bucket& bucket = buckets_[p][static_cast<size_t>(std::countr_zero(left))];
+    ahead += std::min(static_cast<double>(bucket.work), bucket.weight * mine);
   }
   if (priority == Priority::kBatch) {
-    for (const Bucket& bucket : buckets_[static_cast<size_t>(Priority::kInteractive)]) {
-      ahead += static_cast<double>(bucket.work);
+    constexpr auto kFirst = static_cast<size_t>(Priority::kInteractive);
+    for (uint64_t left = used_[kFirst]; left != 0; left &= left - 1) {
+      ahead += static_cast<double>(buckets_[kFirst][static_cast<size_t>(std::countr_zero(left))].work);
     }
   }
   return ahead;

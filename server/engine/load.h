@@ -63,6 +63,7 @@ class WorkAhead {
   void Move(Share* share, Priority priority, int64_t change);
 
   std::array<std::array<Bucket, 64>, 2> buckets_ = {};
+  std::array<uint64_t, 2> used_ = {};  // a bit for each bucket with a caller
 };
 
 // The ratio of the time that calls took to the work that was ahead of them: a mean and a deviation

@@ -1,22 +1,28 @@
 #include "server/engine/metrics.h"
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/mutex.h"
+#include "prometheus/collectable.h"
 #include "prometheus/counter.h"
 #include "prometheus/family.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
+#include "prometheus/metric_family.h"
 #include "prometheus/registry.h"
+#include "server/engine/sharded_counts.h"
 
 namespace logitd::engine {
 namespace {
 
 using prometheus::Counter;
-using prometheus::Histogram;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
 constexpr int kRefusals = 15;
@@ -75,18 +81,42 @@ constexpr Help kPhases[] = {
 };
 
 // Steps of 1, 2.5 and 5 from a microsecond (a kernel on one row) to ten seconds (a slow call).
-const Histogram::BucketBoundaries& SecondsBuckets() {
-  static const auto& buckets = *new Histogram::BucketBoundaries{
-      1e-6, 2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3,
-      5e-3, 1e-2,   2.5e-2, 5e-2, 0.1,    0.25, 0.5,  1,      2.5,  5,    10};
-  return buckets;
-}
+constexpr double kSecondsBuckets[] = {1e-6,   2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4,
+                                      5e-4,   1e-3,   2.5e-3, 5e-3, 1e-2,   2.5e-2, 5e-2, 0.1,
+                                      0.25,   0.5,    1,      2.5,  5,      10};
+constexpr double kRowsBuckets[] = {1,   2,   4,    8,    16,   32,   64,    128,  256,
+                                   512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 
-const Histogram::BucketBoundaries& RowsBuckets() {
-  static const auto& buckets = *new Histogram::BucketBoundaries{
-      1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
-  return buckets;
-}
+// A histogram of Prometheus whose observations wait in shards until Flush.
+class Histogram {
+ public:
+  Histogram(prometheus::Registry& registry, const char* name, const char* help,
+            absl::Span<const double> buckets, const prometheus::Labels& labels = {})
+      : buckets_(buckets),
+        published_(prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add(
+            labels,
+            prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
+
+  void Observe(double value) {
+    const auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), value);
+    counts_.Add(static_cast<size_t>(bucket - buckets_.begin()), 1);
+    counts_.Add(kSum, static_cast<int64_t>(value * kSumUnits));
+  }
+
+  void Flush() {
+    std::vector<double> more(buckets_.size() + 1);
+    for (size_t i = 0; i < more.size(); ++i) more[i] = static_cast<double>(counts_.Take(i));
+    published_.ObserveMultiple(more, static_cast<double>(counts_.Take(kSum)) / kSumUnits);
+  }
+
+ private:
+  static constexpr size_t kSum = std::size(kSecondsBuckets) + 1;  // after the buckets' counts
+  static constexpr double kSumUnits = 1e9;
+  const absl::Span<const double> buckets_;
+  prometheus::Histogram& published_;
+  ShardedCounts<kSum + 1> counts_;
+};
+static_assert(std::size(kRowsBuckets) <= std::size(kSecondsBuckets));
 
 Counter& AddCounter(prometheus::Registry& registry, const char* name, const char* help,
                     const prometheus::Labels& labels) {
@@ -96,12 +126,6 @@ Counter& AddCounter(prometheus::Registry& registry, const char* name, const char
 prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help,
                             const prometheus::Labels& labels = {}) {
   return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add(labels);
-}
-
-Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const char* help,
-                        const Histogram::BucketBoundaries& buckets,
-                        const prometheus::Labels& labels = {}) {
-  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add(labels, buckets);
 }
 
 struct OpSeries {
@@ -114,9 +138,8 @@ struct OpSeries {
                         "Time that streams spent on slices.", {{"op", op}})),
         stopped(AddCounter(registry, "logitd_stopped_total",
                            "Requests that ended between slices of their batch.", {{"op", op}})),
-        seconds(AddHistogram(registry, "logitd_request_seconds",
-                             "Time of a call from its headers to its status.", SecondsBuckets(),
-                             {{"op", op}})) {
+        seconds(registry, "logitd_request_seconds",
+                "Time of a call from its headers to its status.", kSecondsBuckets, {{"op", op}}) {
     for (int code = 0; code < kCodes; ++code) {
       requests[code] = &AddCounter(
           registry, "logitd_requests_total", "Calls ended, by op and status.",
@@ -124,9 +147,17 @@ struct OpSeries {
     }
     for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
       const Help& help = kBatchTimes[i].help;
-      batch_times[i] =
-          &AddHistogram(registry, help.name, help.text, SecondsBuckets(), {{"op", op}});
+      batch_times[i] = std::make_unique<Histogram>(registry, help.name, help.text, kSecondsBuckets,
+                                                   prometheus::Labels{{"op", op}});
     }
+  }
+
+  void Flush() {
+    for (size_t code = 0; code < kCodes; ++code) {
+      requests[code]->Increment(static_cast<double>(ended.Take(code)));
+    }
+    seconds.Flush();
+    for (const auto& times : batch_times) times->Flush();
   }
 
   std::string op;
@@ -136,8 +167,9 @@ struct OpSeries {
   Counter& slices;
   Counter& busy;
   Counter& stopped;
-  Histogram& seconds;
-  std::array<Histogram*, std::size(kBatchTimes)> batch_times;
+  ShardedCounts<kCodes> ended;  // by code, since the last Flush
+  Histogram seconds;
+  std::array<std::unique_ptr<Histogram>, std::size(kBatchTimes)> batch_times;
 };
 
 struct DeviceSeries {
@@ -169,10 +201,12 @@ struct DeviceSeries {
 
 }  // namespace
 
-struct Metrics::Series {
-  Series(prometheus::Registry& registry, absl::Span<const std::string_view> op_names,
+struct Metrics::Series final : prometheus::Collectable {
+  Series(std::shared_ptr<prometheus::Registry> all, absl::Span<const std::string_view> op_names,
          absl::Span<const int> device_numbers)
-      : batch_rows(AddHistogram(registry, "logitd_batch_rows", "Rows of a batch.", RowsBuckets())) {
+      : published(std::move(all)),
+        batch_rows(*published, "logitd_batch_rows", "Rows of a batch.", kRowsBuckets) {
+    prometheus::Registry& registry = *published;
     devices.reserve(device_numbers.size());
     for (const int number : device_numbers) {
       devices.emplace_back(registry, std::to_string(number));
@@ -181,7 +215,8 @@ struct Metrics::Series {
       gauges[i] = &AddGauge(registry, kGauges[i].name, kGauges[i].text);
     }
     for (size_t i = 0; i < std::size(kPhases); ++i) {
-      phases[i] = &AddHistogram(registry, kPhases[i].name, kPhases[i].text, SecondsBuckets());
+      phases[i] = std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text,
+                                              kSecondsBuckets);
     }
     for (int i = 0; i < kRefusals; ++i) {
       for (size_t proof = 0; proof < kProofNames.size(); ++proof) {
@@ -192,39 +227,59 @@ struct Metrics::Series {
                         {{"reason", kRefusalNames[i]}, {"identity", kProofNames[proof]}});
       }
     }
-    ops.reserve(op_names.size() + 1);
-    for (std::string_view op : op_names) ops.emplace_back(registry, op);
-    ops.emplace_back(registry, "unknown");
+    for (std::string_view op : op_names) ops.push_back(std::make_unique<OpSeries>(registry, op));
+    ops.push_back(std::make_unique<OpSeries>(registry, "unknown"));
   }
 
   OpSeries& Find(std::string_view op) {
-    for (OpSeries& series : ops) {
-      if (series.op == op) return series;
+    for (const auto& series : ops) {
+      if (series->op == op) return *series;
     }
-    return ops.back();
+    return *ops.back();
+  }
+
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    absl::MutexLock lock(&collecting);
+    batch_rows.Flush();
+    for (const auto& phase : phases) phase->Flush();
+    for (const auto& op : ops) op->Flush();
+    for (size_t i = 0; i < gauges.size(); ++i) gauges[i]->Set(ValueOf(i));
+    return published->Collect();
+  }
+
+  double ValueOf(size_t gauge) const {
+    return set[gauge].load(std::memory_order_relaxed) + static_cast<double>(added.Sum(gauge));
   }
 
   DeviceSeries& Of(int device) { return devices[static_cast<size_t>(device)]; }
 
-  Histogram& batch_rows;
+  const std::shared_ptr<prometheus::Registry> published;
+  // Held while counts move to `published`, where otherwise they would be nowhere for a moment.
+  mutable absl::Mutex collecting;
+  mutable Histogram batch_rows;
   std::vector<DeviceSeries> devices;
   std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
-  std::array<Histogram*, std::size(kPhases)> phases;
+  // A gauge's value is the sum of both; each gauge uses one of them.
+  std::array<std::atomic<double>, std::size(kGauges)> set = {};
+  ShardedCounts<std::size(kGauges)> added;
+  std::array<std::unique_ptr<Histogram>, std::size(kPhases)> phases;
   std::array<std::array<Counter*, kProofNames.size()>, kRefusals> refused;
-  std::vector<OpSeries> ops;  // few, found by comparing; the last is "unknown"
+  std::vector<std::unique_ptr<OpSeries>> ops;  // few, found by comparing; the last is "unknown"
 };
 
 Metrics::Metrics(absl::Span<const std::string_view> ops, absl::Span<const int> devices)
     : registry_(std::make_shared<prometheus::Registry>()),
-      series_(std::make_unique<Series>(*registry_, ops, devices)) {}
+      series_(std::make_shared<Series>(registry_, ops, devices)) {}
 
 Metrics::~Metrics() = default;
+
+std::shared_ptr<prometheus::Collectable> Metrics::page() const { return series_; }
 
 void Metrics::CountRequest(std::string_view op, absl::StatusCode code, double seconds) {
   OpSeries& series = series_->Find(op);
   const int index = static_cast<int>(code);
   const bool known = index >= 0 && index < kCodes;
-  series.requests[known ? index : static_cast<int>(absl::StatusCode::kUnknown)]->Increment();
+  series.ended.Add(static_cast<size_t>(known ? index : static_cast<int>(absl::StatusCode::kUnknown)), 1);
   series.seconds.Observe(seconds);
 }
 
@@ -273,15 +328,15 @@ void Metrics::AddHeadBytes(int device, int64_t change) {
 }
 
 void Metrics::Set(Gauge gauge, double value) {
-  series_->gauges[static_cast<size_t>(gauge)]->Set(value);
+  series_->set[static_cast<size_t>(gauge)].store(value, std::memory_order_relaxed);
 }
 
 void Metrics::Add(Gauge gauge, int64_t change) {
-  series_->gauges[static_cast<size_t>(gauge)]->Increment(static_cast<double>(change));
+  series_->added.Add(static_cast<size_t>(gauge), change);
 }
 
 int64_t Metrics::Get(Gauge gauge) const {
-  return static_cast<int64_t>(series_->gauges[static_cast<size_t>(gauge)]->Value());
+  return static_cast<int64_t>(series_->ValueOf(static_cast<size_t>(gauge)));
 }
 
 }  // namespace logitd::engine

@@ -44,6 +44,7 @@
 #include "server/engine/job.h"
 
 namespace prometheus {
+class Collectable;
 class Registry;
 }
 
@@ -93,8 +94,7 @@ enum class CallPhase {
   kSend,       // logitd_send_seconds
 };
 
-// Thread-safe. No method blocks for longer than a histogram's own lock. Functions that take a
-// Metrics* also take null.
+// Thread-safe. Counting takes no lock. Functions that take a Metrics* also take null.
 class Metrics {
  public:
   // `ops` are the values of the label `op`. "unknown" is added: it stands for a call that was
@@ -106,7 +106,10 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // For a page of all series. Lives until this object and all copies of the pointer are gone.
+  // All series, those that others added to registry() included. Lives until this object and all copies
+  // of the pointer are gone.
+  std::shared_ptr<prometheus::Collectable> page() const;
+  // For series of other parts. What this object counts is up to date only on page().
   std::shared_ptr<prometheus::Registry> registry() const { return registry_; }
 
   // Once per call, by rpc, when the call's status is known. `seconds`: from headers to status.
@@ -145,8 +148,8 @@ class Metrics {
  private:
   static constexpr int kOneDevice[] = {0};
   struct Series;
-  std::shared_ptr<prometheus::Registry> registry_;
-  std::unique_ptr<Series> series_;
+  const std::shared_ptr<prometheus::Registry> registry_;
+  const std::shared_ptr<Series> series_;
 };
 
 }  // namespace logitd::engine

@@ -18,16 +18,16 @@ namespace {
 constexpr int kReadsPerTurn = 4;
 // A read goes to the stream's own memory if so much of the frame is left.
 constexpr size_t kLeastDirect = size_t{16} << 10;
-// What such a read may take besides: the next frame's head and a little of it.
+// Such a read may take this much beyond the frame: the next frame's head and a little of it.
 constexpr size_t kAfterDirect = size_t{4} << 10;
-// What one write takes at most. Frames of more than this are larger than nghttp2's buffer.
+// Limits of one write, and of one DATA frame.
 constexpr size_t kWriteBytes = size_t{1} << 20;
 constexpr size_t kWritePieces = 256;
 constexpr size_t kFrameBytes = size_t{64} << 10;
 // A shorter body is copied behind its frame's head.
 constexpr size_t kCopiedBody = size_t{2} << 10;
 
-constexpr int64_t kOverhead = 1024;  // of a stream, beside its header list: it and its owner
+constexpr int64_t kOverhead = 1024;  // memory of a stream and its owner, beside the header list
 constexpr int64_t kTlsBytes = int64_t{150} << 10;
 constexpr int32_t kConnectionWindow = int32_t{1} << 30;  // streams have the windows that matter
 constexpr int64_t kTickNs = 1'000'000'000;
@@ -38,7 +38,7 @@ int64_t Nanos(absl::Duration time) {
                                           : absl::ToInt64Nanoseconds(time);
 }
 
-// One thread writes it.
+// Adds to a count that only this thread writes.
 void Add(std::atomic<int64_t>* count, int64_t more) {
   count->store(count->load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
 }
@@ -60,7 +60,7 @@ int64_t Account::held() const {
 struct Connection::Callbacks {
   static Connection* Of(void* user) { return static_cast<Connection*>(user); }
 
-  // Its memory, counted as malloc rounds it.
+  // nghttp2's memory, counted as malloc rounds it.
   static void* Count(void* memory, void* user) {
     Of(user)->Hold(&Of(user)->account_.session, static_cast<int64_t>(malloc_usable_size(memory)));
     return memory;
@@ -149,7 +149,7 @@ struct Connection::Callbacks {
     for (int type = NGHTTP2_ALTSVC; type <= UINT8_MAX; ++type) {
       nghttp2_option_set_user_recv_extension_type(options, static_cast<uint8_t>(type));
     }
-    // Resets have a budget of this server, which knows what calls were answered.
+    // No limit of nghttp2's on resets: `resets_` is one that knows which calls were answered.
     nghttp2_option_set_stream_reset_rate_limit(options, UINT32_MAX, UINT32_MAX);
     return options;
   }
@@ -234,7 +234,7 @@ void Connection::ContinueHandshake() {
 void Connection::Drain() {
   if (fd_ < 0 || std::exchange(draining_, true)) return;
   if (session_ == nullptr) return Close();
-  // First a limit that refuses nothing: calls that are on their way are still taken.
+  // The first GOAWAY names the highest stream that can be: calls on their way are still taken.
   nghttp2_submit_shutdown_notice(session_);
   drained_ns_ = loop_->now_ns();
   Wake();
@@ -518,7 +518,7 @@ ssize_t Connection::ReadBody(Stream* stream, size_t most, uint32_t* flags) {
   return static_cast<ssize_t>(std::min(unsent, most));
 }
 
-// The frame's head, and `bytes` of the stream's body.
+// Adds a DATA frame to the write: its head, and `bytes` of the stream's body.
 int Connection::SendBody(Stream* stream, const uint8_t* head, size_t bytes) {
   if (full()) return NGHTTP2_ERR_WOULDBLOCK;
   constexpr size_t kHead = 9;
@@ -562,7 +562,7 @@ void Connection::Append(const void* data, size_t bytes) {
 }
 
 bool Connection::full() const {
-  // A frame of nghttp2's, or a short body with its head, is at most so much.
+  // The most that is appended at once: a frame of nghttp2's, or a short body with its head.
   constexpr size_t kReserve = size_t{64} << 10;
   return filled_ >= kWriteBytes || pieces_.size() >= kWritePieces ||
          scratch_used_ + kReserve > Loop::kScratchBytes;
@@ -580,7 +580,7 @@ void Connection::Fill() {
 }
 
 void Connection::KeepRest() {
-  std::vector<std::byte> rest;  // keeps its memory when it is moved, which a short string does not
+  std::vector<std::byte> rest;  // pieces point into it; a move does not move a vector's bytes
   size_t bytes = 0;
   for (const Piece& piece : pieces_) bytes += piece.keep == nullptr ? piece.bytes : 0;
   rest.reserve(bytes);
@@ -651,7 +651,7 @@ void Connection::OnTurnEnd() {
   held_->Flush();
   if (fd_ < 0 || session_ == nullptr || blocked_) return;
   const std::shared_ptr<Connection> self = shared_from_this();
-  // What was kept when the kernel took no more goes first.
+  // The rest of the last write goes first.
   if (!pieces_.empty() && !WriteOut()) return;
   while (true) {
     Fill();

@@ -4,7 +4,7 @@
 // large DATA frame whose stream has named memory for it (StreamEvents::Room), the read goes there
 // instead: nghttp2 is shown the bytes where they lie, and nothing copies them.
 //
-// Writing: what a turn has submitted goes out in one write, bodies from where they lie. While the
+// Writing: one write sends all that a turn has submitted, and bodies from where they lie. While the
 // kernel does not take it, nghttp2 is asked for no more.
 #ifndef LOGITD_SERVER_HTTP2_CONNECTION_H_
 #define LOGITD_SERVER_HTTP2_CONNECTION_H_
@@ -33,14 +33,14 @@
 
 namespace logitd::http2 {
 
-// Bytes that a connection holds, by what they are. Written by its loop, read by any thread.
+// The bytes that a connection holds, by kind. Written by its loop, read by any thread.
 struct Account {
   std::atomic<int64_t> session = 0;  // nghttp2's memory, to the byte
   std::atomic<int64_t> tls = 0;
   std::atomic<int64_t> headers = 0;  // header lists of open streams, and the streams themselves
   std::atomic<int64_t> early = 0;    // body bytes that nobody asked for
   std::atomic<int64_t> unsent = 0;   // responses that the peer has not taken
-  // Bytes that went in or out, in all: a connection that moves is not the first to lose.
+  // Bytes received and sent since the start. A connection that moves is not the first to be cut.
   std::atomic<int64_t> received = 0;
   std::atomic<int64_t> sent = 0;
   std::atomic<int> streams = 0;
@@ -50,9 +50,9 @@ struct Account {
 
 nghttp2_nv ToNv(const Field& field);
 
-// How long things may take. InfiniteDuration: as long as they like.
+// Limits of time. InfiniteDuration: none.
 struct Times {
-  absl::Duration preface = absl::Seconds(20);  // TLS excluded
+  absl::Duration preface = absl::Seconds(20);  // until the peer's settings, after the handshake
   absl::Duration handshake = absl::Seconds(10);
   absl::Duration send = absl::Seconds(30);  // until the peer takes something of a response
   // From the end of a response until a peer that has not ended its request is told to stop. HAProxy
@@ -64,7 +64,7 @@ struct Times {
   absl::Duration keepalive_timeout = absl::Seconds(20);
 };
 
-// What connections tell their server. On the loop of the connection.
+// The server, as its connections see it. Called on the loop of the connection.
 class ConnectionHost {
  public:
   virtual ~ConnectionHost() = default;
@@ -74,7 +74,8 @@ class ConnectionHost {
   virtual void OnConnectionClosed(Connection* connection, Cut cut) = 0;
 };
 
-// What all connections hold together, and move. One for each loop, whose thread counts into it.
+// Sums over all connections: bytes held and bytes moved. One object for each loop, whose thread
+// counts into it.
 class Held {
  public:
   // `total`: of all loops. `limit`: over it, no stream begins and no early bytes are taken.
@@ -132,7 +133,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void ReadSome();
   absl::Span<std::byte> DirectRoom();
   bool Feed(absl::Span<const std::byte> bytes);
-  // What nghttp2 has to send, as far as one write takes it.
+  // Collects what nghttp2 has to send, as much as one write takes.
   void Fill();
   bool full() const;
   void Append(const void* data, size_t bytes);
@@ -192,7 +193,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool preface_ = false;   // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
-  bool told_ = false;        // a GOAWAY gave an error: nghttp2's own if the peer broke the protocol
+  bool told_ = false;  // a GOAWAY with an error was sent, by nghttp2 if the peer broke the protocol
   Cut cut_ = Cut::kNone;
 
   // Streams that the peer has passed over: they are closed. As far as so many gaps say.
@@ -208,7 +209,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   Stream* data_stream_ = nullptr;  // null: none, or a short one
   size_t data_left_ = 0;
 
-  // What one write takes, or what is left of it.
+  // A part of one write, or what is left of it.
   struct Piece {
     const std::byte* data;
     size_t bytes;

@@ -1,4 +1,4 @@
-// What a peer may do on a connection, and hold.
+// Limits on what a peer may do on a connection, and hold.
 #ifndef LOGITD_SERVER_HTTP2_LIMITS_H_
 #define LOGITD_SERVER_HTTP2_LIMITS_H_
 
@@ -12,7 +12,7 @@
 
 namespace logitd::http2 {
 
-// Why the server ended a connection before its peer did.
+// The reason why the server ended a connection before its peer did.
 enum class Cut : uint8_t {
   kNone,
   kProtocol,       // frames or header fields that RFC 9113 forbids
@@ -80,7 +80,8 @@ struct Limits {
   uint32_t unread_acks = 10000;  // PING and SETTINGS frames whose acks the peer does not take
 };
 
-// How often something may happen: `most` times at once, `rate` more each second. Not thread-safe.
+// A limit on how often something happens: `most` times at once, `rate` more each second. Not
+// thread-safe.
 class Budget {
  public:
   Budget(double most, double rate, int64_t now_ns)

@@ -16,13 +16,12 @@ namespace logitd::http2 {
 namespace {
 
 constexpr int64_t kGuardNs = 20'000'000;
-// Bytes that moved less than this long ago speak for a connection.
+// Bytes that a connection moved in the last one to two of these periods count for it.
 constexpr int64_t kMovedLatelyNs = 2'000'000'000;
 
 }  // namespace
 
-// One loop and its connections. Its methods run on the loop, those of the constructor's thread
-// before Start excepted.
+// One loop and its connections. The methods run on the loop, or before Start.
 class Server::Host final : public ConnectionHost {
  public:
   Host(Server* server, int index)
@@ -34,7 +33,7 @@ class Server::Host final : public ConnectionHost {
   void Start() { loop_.Start(absl::StrCat("http2-", loop_.index()).c_str()); }
   int64_t count() const { return count_.load(std::memory_order_relaxed); }
 
-  // Counted before it comes, so that the next one goes elsewhere.
+  // Counts a connection before Add, so that the next one goes to another loop.
   void Expect() { count_.fetch_add(1, std::memory_order_relaxed); }
 
   void Add(int fd, PeerInfo peer, std::unique_ptr<TlsSession> tls) {
@@ -201,8 +200,7 @@ void Server::Leave(const Connection& connection) {
   events_->OnOpen(open);
 }
 
-// While too much is held, one connection is closed each time: the one that holds most without
-// moving, of all loops.
+// While too much is held, closes one connection a time: the one that holds most without moving.
 void Server::CutStillest() {
   Loop& loop = hosts_.front()->loop();
   loop.timers().Set(guard_.get(), loop.now_ns() + kGuardNs);

@@ -31,19 +31,20 @@ struct ServerOptions {
   Limits limits;
   Times times;
   int64_t max_connections = 1024;
-  // What connections hold beside admitted bodies: Account::held of all. From 7/8 of it on, the one
-  // that holds most without moving is closed.
+  // The most that all connections hold beside admitted bodies: the sum of Account::held. From 7/8
+  // of it on, the one that holds most without moving is closed.
   int64_t max_held_bytes = int64_t{256} << 20;
-  // TLS handshakes that are not finished. A further one ends the oldest.
+  // TLS handshakes that are not finished. Each loop has its part of them; one more there ends the
+  // oldest.
   int64_t max_handshakes = 512;
   std::shared_ptr<const door::TlsSource> tls;  // of connections over TCP; null: none
 };
 
-// What happens to streams and connections. On the loop of the connection, or of the listener.
+// The layer above, as the server sees it. Called on the loop of the connection, or the listener's.
 class ServerEvents {
  public:
   virtual ~ServerEvents() = default;
-  // As ConnectionHost::OnStream.
+  // See ConnectionHost::OnStream.
   virtual std::shared_ptr<StreamEvents> OnStream(Stream* stream) = 0;
   virtual void OnOpen(int64_t /*open*/) {}
   virtual void OnRefused() {}  // closed as soon as it was accepted
@@ -62,12 +63,12 @@ class Server {
  public:
   // `events` outlives it.
   Server(const ServerOptions& options, ServerEvents* events);
-  // As Shutdown.
+  // Calls Shutdown.
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // As Listener::Listen.
+  // See Listener::Listen.
   absl::Status Listen(absl::Span<const std::string> addresses, std::optional<mode_t> unix_mode);
   const std::vector<std::string>& listening() const { return listener_.listening(); }
   // Starts the loops, which accept from here on.

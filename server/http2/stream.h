@@ -51,7 +51,7 @@ struct Bytes {
   bool ends_message = true;  // see StreamEvents::OnSent
 };
 
-// Why a stream must be refused, whatever it asks for.
+// The reason to refuse a stream, whatever it asks for.
 enum class Refusal : uint8_t {
   kNone,
   kHeaderList,  // its header list is larger than advertised
@@ -64,7 +64,7 @@ enum class Closed : uint8_t {
   kLostPeer,  // the connection is gone
 };
 
-// What a stream tells its owner. The connection keeps it until OnClosed.
+// The owner of a stream, as the stream sees it. The connection keeps it until OnClosed.
 class StreamEvents {
  public:
   virtual ~StreamEvents() = default;
@@ -91,7 +91,7 @@ class Stream {
 
   Connection& connection() { return *connection_; }
   const HeaderList& headers() const { return headers_; }
-  // Of a stream that must be refused headers() has the beginning.
+  // A stream that must be refused keeps only the beginning of its headers().
   Refusal refusal() const { return refusal_; }
   size_t header_list_bytes() const { return header_list_bytes_; }  // as HTTP/2 counts
   size_t max_header_list() const;                                  // as advertised
@@ -115,7 +115,8 @@ class Stream {
   void Reset(uint32_t error);
   // Bytes of Sends that the kernel has not taken.
   int64_t unsent_bytes() const { return unsent_bytes_; }
-  // When the peer last took something of the response, or Send was called with nothing unsent.
+  // The time when the peer last took something of the response, or of the last Send that found
+  // nothing unsent.
   int64_t moved_ns() const { return moved_ns_; }
 
  private:

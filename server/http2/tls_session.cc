@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kRecord = 16384;  // the most plaintext in a record of TLS
 
-// What OpenSSL may want to send on its own: answers to key updates, alerts, a handshake's flight.
+// Bytes that OpenSSL sends on its own: answers to key updates, alerts, a handshake's flight.
 constexpr size_t kMaxPending = size_t{256} << 10;
 
 // Messages that are no data after the handshake. Honest peers renew their keys after gigabytes.

@@ -19,7 +19,7 @@
 
 namespace logitd::http2 {
 
-// Why a handshake ended.
+// How a handshake ended.
 enum class HandshakeEnd {
   kOk,
   kTimeout,      // it took too long
@@ -63,9 +63,9 @@ class TlsSession {
   // names, and "cn:...". Empty: it has none.
   std::vector<std::string> CertificateNames() const;
 
-  // As recvmsg, with errno. `drained`: the kernel has no more bytes, and said so (EAGAIN).
+  // Like recvmsg, with errno. `drained`: the kernel has no more bytes, and said so (EAGAIN).
   ssize_t Read(absl::Span<const iovec> parts, bool* drained);
-  // As sendmsg, with errno. Bytes that are encrypted but not taken by the kernel count as not
+  // Like sendmsg, with errno. Bytes that are encrypted but not taken by the kernel count as not
   // written: as after any EAGAIN, the next write begins with the same bytes.
   ssize_t Write(absl::Span<const iovec> parts);
   // Some bytes of the last write are encrypted and not written: the next write begins with them.

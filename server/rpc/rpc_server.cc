@@ -19,6 +19,7 @@
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
 #include "server/rpc/transport/server_call.h"
+#include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
 namespace {
@@ -76,6 +77,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
         tracker_(options.peer_timeout, admission->options().retry_delay, options.loops),
+        turn_jobs_(engine, options.loops),
         environment_{.admission = admission,
                      .engine = engine,
                      .heads = heads,
@@ -87,6 +89,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
                      .log = &log_,
                      .leases = options.leases,
                      .writer = options.leases == nullptr ? nullptr : &writer_,
+                     .turn_jobs = &turn_jobs_,
+                     .places = options.places,
                      .max_payload_bytes = options.max_request_bytes},
         heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
@@ -188,6 +192,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   const CallLog log_;
   CallTracker tracker_;
   arena::Writer writer_;
+  TurnJobs turn_jobs_;
   const CallEnvironment environment_;
   Registry registry_;
   std::vector<std::string> services_;

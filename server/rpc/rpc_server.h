@@ -21,6 +21,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
 #include "server/engine/metrics.h"
+#include "server/engine/places.h"
 #include "server/http2/server.h"
 
 namespace logitd::rpc {
@@ -44,6 +45,7 @@ struct RpcServerOptions {
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
   const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server
+  engine::Places* places = nullptr;       // for large messages; outlives the server
   // See the flags of the same names. InfiniteDuration: never.
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();

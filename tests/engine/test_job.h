@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "prometheus/registry.h"
+#include "prometheus/collectable.h"
 #include "prometheus/text_serializer.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -33,7 +33,7 @@ inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backend
 }
 
 inline std::string Scrape(const Metrics& metrics) {
-  return prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
+  return prometheus::TextSerializer().Serialize(metrics.page()->Collect());
 }
 
 // A job that knows its own answer. Thread-safe, except the public members, which are set before

@@ -147,7 +147,7 @@ class LoneCallTest : public ::testing::Test {
   }
   int64_t CountedRows() {
     constexpr std::string_view kName = "logitd_device_rows_total{device=\"0\"} ";
-    const std::string page = prometheus::TextSerializer().Serialize(metrics_.registry()->Collect());
+    const std::string page = prometheus::TextSerializer().Serialize(metrics_.page()->Collect());
     const size_t at = page.find(kName);
     return at == std::string::npos ? 0 : std::atoll(page.c_str() + at + kName.size());
   }

@@ -16,7 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/time/clock.h"
 #include "logitd/v1/server.grpc.pb.h"
-#include "prometheus/registry.h"
+
 #include "prometheus/text_serializer.h"
 #include "server/gpu_metrics.h"
 #include "tests/rpc/served_engine.h"
@@ -40,7 +40,7 @@ double Sample(const std::string& page, const std::string& name) {
 std::function<std::string()> Page(
     std::shared_ptr<const ServerTraffic> traffic = std::make_shared<ServerTraffic>(),
     const std::vector<DeviceInfo>& devices = {{.backend = "fake"}}) {
-  return MakeMetricsPage(std::make_shared<prometheus::Registry>(), std::move(traffic), "1.2.3",
+  return MakeMetricsPage(engine::Metrics(), std::move(traffic), "1.2.3",
                          "4.5", devices);
 }
 

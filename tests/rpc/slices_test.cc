@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "gtest/gtest.h"
-#include "prometheus/registry.h"
+#include "prometheus/collectable.h"
 #include "prometheus/text_serializer.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -276,7 +276,7 @@ class SlicesTest : public ::testing::Test {
     };
     submit(1);
     Ran ran = {.answers = submit(kRows), .slices = -1};
-    const std::string text = prometheus::TextSerializer().Serialize(metrics.registry()->Collect());
+    const std::string text = prometheus::TextSerializer().Serialize(metrics.page()->Collect());
     const std::string name =
         absl::StrCat("\nlogitd_slices_total{op=\"", std::string(c.op->name), "\"} ");
     ran.slices += std::stoi(text.substr(text.find(name) + name.size()));

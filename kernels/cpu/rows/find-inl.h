@@ -16,7 +16,7 @@
 #include <cstring>
 #include <functional>
 
-#include "hwy/contrib/sort/vqsort.h"
+#include "kernels/cpu/rows/key_sorter.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch-inl.h"
@@ -179,7 +179,7 @@ inline float BoundOf(const Row& row, int64_t k, float max) {
 // Returns how many there are: k, or fewer where `bound` leaves fewer. Takes long where it leaves
 // many more.
 inline int64_t TopKeysFrom(const Row& row, int64_t k, float bound, uint64_t* keys,
-                           const hwy::Sorter& sorter) {
+                           const KeySorter& sorter) {
   int64_t count = Pick(row, bound, k, keys);
   if (count > 2 * k + 128) {
     std::nth_element(keys, keys + k, keys + count, std::greater<>());

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "hwy/contrib/sort/vqsort.h"
+#include "kernels/cpu/rows/key_sorter.h"
 #include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/draw.h"
@@ -64,12 +64,12 @@ struct TokenList {
 struct ListScratch {
   Buffer<uint64_t> keys, kept_keys, few, bins, blocks;
   Buffer<float> weights, kept_weights, sample;
-  hwy::Sorter sorter;
+  KeySorter sorter;
 };
 
 // For pieces, which may run on any thread.
-inline const hwy::Sorter& SorterOfThisThread() {
-  thread_local hwy::Sorter sorter;
+inline const KeySorter& SorterOfThisThread() {
+  thread_local KeySorter sorter;
   return sorter;
 }
 

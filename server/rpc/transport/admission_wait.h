@@ -15,7 +15,7 @@ class AdmissionWait {
  public:
   explicit AdmissionWait(engine::Admission* admission) : admission_(admission) {}
 
-  // As Admission::Enter. The call waits at one place at a time.
+  // See Admission::Enter. The call waits at one place at a time.
   void Enter(engine::RoomAsk ask, engine::Admission::Ready ready) {
     const engine::Admission::WaiterId waiter = admission_->Enter(std::move(ask), std::move(ready));
     if (waiter == 0) return;

@@ -1,4 +1,4 @@
-// Whether a caller may call a method.
+// Decides whether a caller may call a method.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_AUTHORIZATION_H_
 
@@ -21,7 +21,7 @@ namespace logitd::rpc {
 // The metadata with a token.
 inline constexpr char kAuthorization[] = "authorization";
 
-// What a method demands.
+// The demands of a method.
 struct Access {
   absl::string_view method;        // for errors; lives as long as the server
   std::optional<door::Role> role;  // none: any identity
@@ -54,13 +54,13 @@ absl::StatusOr<Authorization> Authorize(const http2::HeaderList& metadata,
                                         const door::Identities* identities, const Access& access,
                                         engine::Metrics* metrics);
 
-// The same for a caller that has shown nothing but who it is on this machine. `peer`: for the log.
+// Authorizes a caller that has shown only which user of this machine it is. `peer`: for the log.
 absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,
                                             const door::Identities* identities,
                                             const Access& access, engine::Metrics* metrics);
 
-// Whether credentials that were shown before still give the identity and the role: the file of
-// identities has changed.
+// Checks credentials again after the file of identities has changed: they must still give the same
+// identity, and the role.
 absl::Status CheckStillAuthorized(const Authorization& authorization,
                                   const door::Identities* identities, const Access& access);
 

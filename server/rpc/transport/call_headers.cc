@@ -12,7 +12,7 @@
 namespace logitd::rpc {
 namespace {
 
-// What a message holds besides its bytes: read buffers, short lists, a small answer.
+// Memory of a message besides its bytes: its object, short lists, a small answer.
 constexpr int64_t kMessageOverhead = int64_t{16} << 10;
 
 // For the text of an error: a peer may send any length.

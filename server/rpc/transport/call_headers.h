@@ -1,4 +1,4 @@
-// What a call says about itself on its headers.
+// A call's statements about itself, in its headers.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 
@@ -40,12 +40,12 @@ struct CallHeaders {
   // Fills `authorization`, `place` and `caller`. Errors as of Authorize and TakePlace.
   absl::Status Authorize(ServerCall& call, const door::Identities* identities, const Access& access,
                          engine::Metrics* metrics);
-  // The same for the user at the other end of a ring. `peer`: for the log.
+  // Authorizes the user at the other end of a ring. `peer`: for the log.
   absl::Status AuthorizeUser(uint32_t uid, const std::string& peer,
                              const door::Identities* identities, const Access& access,
                              engine::Metrics* metrics);
 
-  // The room for a message of so many bytes, in the admission's sense.
+  // The room to ask the admission for, for a message of so many bytes.
   static int64_t RoomFor(int64_t message_bytes);
   // INVALID_ARGUMENT: the message is larger than stated.
   absl::Status CheckMessage(int64_t message_bytes) const;
@@ -54,7 +54,7 @@ struct CallHeaders {
   absl::Status Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 };
 
-// How far the connection is, as engine::RoomAsk::received_bytes.
+// A function for engine::RoomAsk::received_bytes, which counts what the connection has received.
 std::function<std::optional<int64_t>()> ReceivedBytesOf(http2::Connection& connection);
 
 }  // namespace logitd::rpc

@@ -17,7 +17,7 @@ namespace logitd::rpc {
 // it did not reach are 0.
 struct CallReport {
   std::string_view method;  // "/logitd.v1.Sampler/TopK"
-  std::string peer;         // grpc::ServerContext::peer()
+  std::string peer;         // http2::PeerInfo::name
   const Trace* trace = nullptr;
   absl::StatusCode code = absl::StatusCode::kUnknown;
   int64_t messages = 1;
@@ -38,11 +38,10 @@ class CallLog {
   // `slow`: a call that takes as long is slow; InfiniteDuration: none is.
   explicit CallLog(absl::Duration slow) : slow_ns_(absl::ToInt64Nanoseconds(slow)) {}
 
-  // Whether a line would be written for a unary call that took so long. Cheap: a report is made
-  // only if it is true.
+  // True if a unary call that took so long has a line. Cheap: a report is made only then.
   bool Wants(int64_t total_ns) const;
-  // The same for one message of a stream, which has a line only if it is slow; and for a whole
-  // stream, which is never slow.
+  // For one message of a stream, which has a line only if it is slow; and for a whole stream, which
+  // is never slow.
   bool WantsMessage(int64_t total_ns) const;
   bool WantsStream() const;
 

@@ -11,26 +11,32 @@ namespace logitd::rpc {
 CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops)
     : peer_timeout_(peer_timeout),
       retry_delay_(retry_delay),
-      first_(static_cast<size_t>(loops), nullptr) {}
+      lanes_(static_cast<size_t>(loops)) {}
+
+int CallTracker::alive() const {
+  int alive = of_rings_.load(std::memory_order_relaxed);
+  for (const Lane& lane : lanes_) alive += lane.alive.load(std::memory_order_relaxed);
+  return alive;
+}
 
 void CallTracker::Enter(ServerCall* call) {
-  if (call->counts()) Add();
-  ServerCall*& first = first_[static_cast<size_t>(call->loop_->index())];
-  call->next_ = first;
-  if (first != nullptr) first->previous_ = call;
-  first = call;
+  Lane& lane = lanes_[static_cast<size_t>(call->loop_->index())];
+  if (call->counts()) lane.alive.fetch_add(1, std::memory_order_relaxed);
+  call->next_ = lane.first;
+  if (lane.first != nullptr) lane.first->previous_ = call;
+  lane.first = call;
 }
 
 void CallTracker::Leave(ServerCall* call) {
+  Lane& lane = lanes_[static_cast<size_t>(call->loop_->index())];
   if (call->next_ != nullptr) call->next_->previous_ = call->previous_;
-  (call->previous_ != nullptr ? call->previous_->next_
-                              : first_[static_cast<size_t>(call->loop_->index())]) = call->next_;
-  if (call->counts()) Remove();
+  (call->previous_ != nullptr ? call->previous_->next_ : lane.first) = call->next_;
+  if (call->counts()) lane.alive.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void CallTracker::ForEach(int loop, absl::FunctionRef<void(ServerCall*)> use) {
   std::vector<std::shared_ptr<ServerCall>> calls;  // `use` may end any of them
-  for (ServerCall* call = first_[static_cast<size_t>(loop)]; call != nullptr; call = call->next_) {
+  for (ServerCall* call = lanes_[static_cast<size_t>(loop)].first; call != nullptr; call = call->next_) {
     calls.push_back(call->shared_from_this());
   }
   for (const auto& call : calls) use(call.get());

@@ -23,9 +23,9 @@ class CallTracker {
   CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops);
 
   // Any thread. A call of a ring is alive from Add to Remove; others that count, from Enter to Leave.
-  int alive() const { return alive_.load(std::memory_order_relaxed); }
-  void Add() { alive_.fetch_add(1, std::memory_order_relaxed); }
-  void Remove() { alive_.fetch_sub(1, std::memory_order_relaxed); }
+  int alive() const;
+  void Add() { of_rings_.fetch_add(1, std::memory_order_relaxed); }
+  void Remove() { of_rings_.fetch_sub(1, std::memory_order_relaxed); }
 
   // On the loop of the call.
   void Enter(ServerCall* call);
@@ -39,16 +39,20 @@ class CallTracker {
   absl::Duration message_timeout() const;
   // For a call whose message did not come in time: DEADLINE_EXCEEDED, or UNAVAILABLE in a drain.
   absl::Status LateStatus() const;
-  // How long a caller that gets `status`, a RESOURCE_EXHAUSTED, is told to wait.
+  // The time to wait that a caller is told with `status`, a RESOURCE_EXHAUSTED.
   absl::Duration RetryDelay(const absl::Status& status) const;
 
  private:
   const absl::Duration peer_timeout_;
   const absl::Duration retry_delay_;
-  std::atomic<int> alive_ = 0;
+  std::atomic<int> of_rings_ = 0;
   std::atomic<bool> draining_ = false;
   std::atomic<int64_t> drain_ns_ = 0;
-  std::vector<ServerCall*> first_;  // by loop: the list of its calls
+  struct alignas(64) Lane {
+    ServerCall* first = nullptr;  // the list of its calls
+    std::atomic<int> alive = 0;   // those that count
+  };
+  std::vector<Lane> lanes_;  // by loop
 };
 
 }  // namespace logitd::rpc

@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "server/engine/batch.h"
 #include "server/engine/devices.h"
+#include "server/engine/places.h"
 #include "server/engine/sync.h"
 
 namespace logitd::rpc {
@@ -30,25 +31,7 @@ constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
 constexpr size_t kMinPlacedBytes = size_t{64} << 10;
 constexpr size_t kMinPlacedRun = size_t{4} << 10;
 
-// Whether a stream copies the payload, whose rows are `row_stride` apart in the slab, from where it
-// lies. Device memory it always does: no other way reads it.
-bool IsPlaced(const Payload& payload, size_t row_stride) {
-  if (payload.arena == nullptr || payload.arena->address() == nullptr) return false;
-  if (payload.arena->on_device()) return true;
-  const auto arena_stride = static_cast<size_t>(payload.arena_stride);
-  const bool together = arena_stride == payload.row_bytes && row_stride == payload.row_bytes;
-  return payload.range.bytes >= kMinPlacedBytes && (together || payload.row_bytes >= kMinPlacedRun);
-}
-
-engine::RowsPlace PlaceOf(const Payload& payload) {
-  return {.data = payload.arena->address() + payload.arena_offset,
-          .row_stride = static_cast<size_t>(payload.arena_stride),
-          .row_bytes = payload.row_bytes,
-          .rows = payload.rows,
-          .on_device = payload.arena->on_device()};
-}
-
-// What an answer that is sent from its slab holds until it is sent.
+// The slab and the ticket of an answer that is sent from its slab, until it is sent.
 struct KeptAnswer {
   KeptAnswer(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
       : slab(std::move(slab)), ticket(std::move(ticket)) {}
@@ -57,8 +40,8 @@ struct KeptAnswer {
   engine::Admission::Ticket ticket;
 };
 
-// Where the first field begins that `seen`, the beginning of a message, does not hold: its payload.
-// 0: not known.
+// The offset of the payload in a message that begins with `seen`: the first field that is not whole
+// there. 0: not known.
 size_t PayloadOffset(absl::Span<const std::byte> seen) {
   const Piece piece = seen;
   WireReader reader({&piece, 1});
@@ -79,15 +62,22 @@ size_t PayloadOffset(absl::Span<const std::byte> seen) {
 
 }  // namespace
 
-MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> seen) {
+MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> seen,
+                                     engine::Places* places) {
   const size_t lead = bytes > seen.size() ? PayloadOffset(seen) % kPayloadAlignment : 0;
-  // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message for
-  // another one of its size, and the process grows by each message.
-  auto* const memory = static_cast<std::byte*>(std::malloc(bytes + kPayloadAlignment));
-  const size_t shift =
-      (2 * kPayloadAlignment - lead - reinterpret_cast<uintptr_t>(memory) % kPayloadAlignment) %
-      kPayloadAlignment;
-  return {.bytes = {memory + shift, bytes}, .keep = std::shared_ptr<void>(memory, &std::free)};
+  std::shared_ptr<std::byte> memory;
+  if (places != nullptr && bytes >= kMinPlacedBytes) memory = places->Take(bytes + kPayloadAlignment);
+  const bool is_place = memory != nullptr;
+  if (!is_place) {
+    // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message for
+    // another one of its size, and the process grows by each message.
+    memory.reset(static_cast<std::byte*>(std::malloc(bytes + kPayloadAlignment)), &std::free);
+  }
+  const size_t shift = (2 * kPayloadAlignment - lead -
+                        reinterpret_cast<uintptr_t>(memory.get()) % kPayloadAlignment) %
+                       kPayloadAlignment;
+  std::byte* const at = memory.get() + shift;
+  return {.bytes = {at, bytes}, .keep = std::move(memory), .is_place = is_place};
 }
 
 absl::Status RequestJob::CheckMessageSize(int64_t bytes, const CallHeaders& headers) const {
@@ -138,12 +128,42 @@ absl::Status RequestJob::Take(MessageMemory message, const CallHeaders& headers)
   return absl::OkStatus();
 }
 
+// A stream copies the payload, whose rows are `row_stride` apart in the slab, from where it lies.
+// That is so for all rows in device memory: no other way reads them.
+bool RequestJob::IsPlaced(const Payload& payload, size_t row_stride) const {
+  if (payload.arena != nullptr && payload.arena->on_device()) return true;
+  const bool in_message = payload.arena == nullptr;
+  if (in_message ? !message_.is_place : payload.arena->address() == nullptr) return false;
+  const auto stride = in_message ? payload.row_bytes : static_cast<size_t>(payload.arena_stride);
+  const bool together = stride == payload.row_bytes && row_stride == payload.row_bytes;
+  return payload.range.bytes >= kMinPlacedBytes &&
+         (together || payload.row_bytes >= kMinPlacedRun) &&
+         (!in_message || payload.range.offset % 2 == reinterpret_cast<uintptr_t>(message_.bytes.data()) % 2);
+}
+
+engine::RowsPlace RequestJob::PlaceOf(const Payload& payload) const {
+  engine::RowsPlace place = {.row_bytes = payload.row_bytes, .rows = payload.rows};
+  if (payload.arena == nullptr) {
+    place.data = message_.bytes.data() + payload.range.offset;
+    place.row_stride = payload.row_bytes;
+  } else {
+    place.data = payload.arena->address() + payload.arena_offset;
+    place.row_stride = static_cast<size_t>(payload.arena_stride);
+    place.on_device = payload.arena->on_device();
+  }
+  return place;
+}
+
 // Finds what streams copy from where it lies, and on which device they must do so.
 absl::Status RequestJob::FindPlaces() {
   const auto find = [this](const Payload& payload, size_t row_stride) -> absl::Status {
     places_.emplace_back();
     if (!IsPlaced(payload, row_stride)) return absl::OkStatus();
     places_.back() = PlaceOf(payload);
+    if (payload.arena == nullptr) {
+      placed_in_message_ = true;
+      return absl::OkStatus();
+    }
     placed_in_.push_back(payload.arena);
     if (!payload.arena->on_device()) return absl::OkStatus();
     int& device = spec_.key.device;
@@ -163,7 +183,7 @@ absl::Status RequestJob::FindPlaces() {
     if (absl::Status status = find(input, input.row_bytes); !status.ok()) return status;
   }
   FindAnswerPlace();
-  // Where there is one device, rows of every origin share batches.
+  // With one device, rows of every origin share batches.
   if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
   return absl::OkStatus();
 }
@@ -184,8 +204,8 @@ void RequestJob::FindAnswerPlace() {
   placed_in_.push_back(std::move(place.arena));
 }
 
-// Makes --max-request-bytes exact: a batch may hold more than one request, and the transport's own
-// limit includes the small fields.
+// Makes --max-request-bytes exact: a batch may hold more than one request, and the limit on a whole
+// message includes its small fields.
 absl::Status RequestJob::CheckFits() const {
   const int64_t payload_bytes = spec_.size.payload_bytes;
   if (payload_bytes > environment_.max_payload_bytes) {
@@ -207,9 +227,14 @@ void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::mo
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
 // submitted, Submit sees it as dropped. The engine ignores a Cancel of a job that it does not know
 // yet.
-void RequestJob::Submit(std::shared_ptr<RequestJob> self, bool alone) {
-  if (dropped_) return;
+bool RequestJob::BeginSubmit() {
+  if (dropped_) return false;
   submitted_ = true;
+  return true;
+}
+
+void RequestJob::Submit(std::shared_ptr<RequestJob> self, bool alone) {
+  if (!BeginSubmit()) return;
   // `self` keeps this alive to the end.
   if (alone) {
     environment_.engine->SubmitAlone(self, [this] { EndedAlone(); });
@@ -239,19 +264,28 @@ void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
       CopyRows(pieces(), copied[i], dst + offsets[i], copied[i].row_bytes);
     }
   }
+  codec_->PayloadCopied();
+  if (placed_in_message_) return;
+  FreeMessage();
+  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
+}
+
+void RequestJob::FreeMessage() {
   message_ = {};
   piece_ = {};
-  codec_->PayloadCopied();
-  HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
 }
 
 void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) {
   codec_->WriteInputs(inputs, first);
-  HoldAtMost(codec_->answer_bytes());
+  if (!placed_in_message_) HoldAtMost(codec_->answer_bytes());
 }
 
 EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                                     const engine::JobTimes& times) {
+  if (placed_in_message_) {
+    FreeMessage();
+    HoldAtMost(codec_->answer_bytes());
+  }
   engine::JobAnswer sent{.outputs = answer.outputs};
   const bool in_message = codec_->shared_answer(answer).arena == nullptr;
   if (answer.keep != nullptr && in_message && codec_->answer_bytes() >= kMinKeptBytes) {

@@ -23,6 +23,7 @@
 #include "server/engine/job.h"
 #include "server/engine/load.h"
 #include "server/engine/metrics.h"
+#include "server/engine/places.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/server_call.h"
@@ -32,7 +33,9 @@ namespace logitd::rpc {
 
 class CallLog;
 
-// What the calls of one server share. Outlives the calls.
+class TurnJobs;
+
+// The parts of a server that its calls share. Outlives the calls.
 struct CallEnvironment {
   engine::Admission* admission;
   engine::Engine* engine;
@@ -45,6 +48,8 @@ struct CallEnvironment {
   const CallLog* log;
   const arena::Leases* leases;  // null: the server leases no memory
   arena::Writer* writer;        // null like `leases`
+  TurnJobs* turn_jobs;
+  engine::Places* places;  // null: streams copy from slabs and leases only
   int64_t max_payload_bytes;
 };
 
@@ -54,13 +59,14 @@ class RequestJob : public engine::Job {
   // Its time starts here.
   RequestJob(const CallEnvironment& environment, std::unique_ptr<OpCodec> codec);
 
-  // Whether a message may have so many bytes. INVALID_ARGUMENT, counted: no message may, or the call
-  // has stated less.
+  // Checks the size of a message. INVALID_ARGUMENT, counted: it is larger than any may be, or than
+  // the call has stated.
   absl::Status CheckMessageSize(int64_t bytes, const CallHeaders& headers) const;
 
   // Memory for a message of `bytes` bytes, which begins with `seen`. Its payload is aligned as far as
   // `seen` shows where it begins.
-  static MessageMemory TakeMemory(size_t bytes, absl::Span<const std::byte> seen);
+  static MessageMemory TakeMemory(size_t bytes, absl::Span<const std::byte> seen,
+                                  engine::Places* places);
 
   // Reads and checks the message. If the status is not OK, the request was counted as refused and
   // must not be submitted.
@@ -82,8 +88,10 @@ class RequestJob : public engine::Job {
   // gives back the bytes it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket);
 
-  // Submits the job, which `self` owns, to the engine, unless Drop came before. `alone`: calls
-  // Engine::SubmitAlone, with EndedAlone as its `ended`.
+  // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
+  bool BeginSubmit();
+  // Submits the job of a ring, which `self` owns, to the engine, unless Drop came before. `alone`:
+  // calls Engine::SubmitAlone, with EndedAlone as its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.
@@ -124,8 +132,11 @@ class RequestJob : public engine::Job {
 
  private:
   absl::Status CheckFits() const;
+  bool IsPlaced(const Payload& payload, size_t row_stride) const;
+  engine::RowsPlace PlaceOf(const Payload& payload) const;
   absl::Status FindPlaces();
   void FindAnswerPlace();
+  void FreeMessage();
   void HoldAtMost(int64_t bytes);
   Pieces pieces() const { return {&piece_, 1}; }
 
@@ -135,6 +146,7 @@ class RequestJob : public engine::Job {
   engine::JobSpec spec_;
   MessageMemory message_;
   Piece piece_;  // all of `message_`
+  bool placed_in_message_ = false;  // streams copy rows from `message_`
   // Of the payload and of copied_inputs, as far as streams copy them, and of the answer; and the
   // arenas they lie in.
   absl::InlinedVector<engine::RowsPlace, 3> places_;

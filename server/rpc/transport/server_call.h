@@ -31,6 +31,7 @@ namespace logitd::rpc {
 struct MessageMemory {
   absl::Span<std::byte> bytes;
   std::shared_ptr<void> keep;
+  bool is_place = false;  // streams copy rows from it
 };
 
 // Used on its connection's loop, except where a method says otherwise. The stream keeps it until

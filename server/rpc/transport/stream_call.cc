@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "server/rpc/transport/call_log.h"
+#include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
 
@@ -169,7 +170,7 @@ void StreamCall::ReceiveIfAdmitted() {
   if (!ticket_.has_value() || !message_size_.has_value() || input_over_ || finished()) return;
   const size_t bytes = *std::exchange(message_size_, std::nullopt);
   Grant(bytes);
-  Receive(RequestJob::TakeMemory(bytes, Seen()));
+  Receive(RequestJob::TakeMemory(bytes, Seen(), environment_.places));
 }
 
 void StreamCall::OnMessage(MessageMemory message) {
@@ -211,7 +212,7 @@ void StreamCall::OnMessage(MessageMemory message) {
 
 void StreamCall::SubmitWith(const std::shared_ptr<Item>& item, engine::Admission::Ticket ticket) {
   item->SetTicket(std::move(ticket));
-  item->Submit(item);
+  environment_.turn_jobs->Add(loop(), item);
   Advance();
 }
 

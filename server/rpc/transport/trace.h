@@ -17,7 +17,7 @@ struct Trace {
   std::string traceparent;
 };
 
-// What the call says. It is sent back in the trailing metadata.
+// The names in the call's metadata. They are sent back in the trailing metadata.
 Trace ReadTrace(const http2::HeaderList& metadata);
 
 }  // namespace logitd::rpc

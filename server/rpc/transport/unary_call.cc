@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "server/rpc/transport/call_log.h"
+#include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
 
@@ -89,7 +90,7 @@ void UnaryCall::OnMessageSize(size_t bytes) {
 void UnaryCall::ReceiveIfAdmitted() {
   if (!ticket_.has_value() || !message_size_.has_value() || finished()) return;
   Grant(*message_size_);
-  Receive(TakeMemory(*message_size_, Seen()));
+  Receive(TakeMemory(*message_size_, Seen(), environment().places));
 }
 
 void UnaryCall::OnMessage(MessageMemory message) {
@@ -121,7 +122,7 @@ void UnaryCall::OnMessage(MessageMemory message) {
 
 void UnaryCall::SubmitWith(engine::Admission::Ticket ticket) {
   SetTicket(std::move(ticket));
-  Submit(std::static_pointer_cast<UnaryCall>(shared_from_this()));
+  environment().turn_jobs->Add(loop(), std::static_pointer_cast<UnaryCall>(shared_from_this()));
 }
 
 void UnaryCall::OnHalfClose() {
