@@ -54,15 +54,15 @@ class Clients:
             raise unittest.SkipTest("no protobuf of Python: scripts/setup --checks installs it") from None
         subprocess.run(["protoc", f"-I{HERE}", f"--python_out={folder}", "interop.proto"], check=True)
 
-    def python(self, script, name, *packages):
+    def python(self, script, name, *packages, base=sys.executable):
         """A script by a Python that has these packages of PyPI; none: this Python with its own."""
-        python = sys.executable
+        python = base
         if packages:
             place = self.folder / name
             python, done = place / "bin/python", place / "installed"
             if not done.exists() or done.read_text() != repr(packages):
                 shutil.rmtree(place, ignore_errors=True)
-                self.fetch(sys.executable, "-m", "venv", place)
+                self.fetch(base, "-m", "venv", place)
                 pip = (python, "-m", "pip", "--timeout=10", "--retries=1", "install", "--quiet")
                 self.fetch(*pip, "--only-binary=:all:", *packages)
                 done.write_text(repr(packages))
@@ -89,6 +89,15 @@ class Clients:
     def grpcio_oldest(self):
         """The oldest that the Python client takes, and that Python 3.11 has a package of."""
         return self.python("grpcio_client.py", "grpcio-oldest", "grpcio==1.49.1", "protobuf")
+
+    def grpcio_python39(self):
+        """The first that Python 3.9 has a package of."""
+        found = [shutil.which("python3.9"), *pathlib.Path.home().glob(".pyenv/versions/3.9.*/bin/python")]
+        for python in filter(None, found):
+            if subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                packages = ("grpcio==1.33.1", "protobuf==3.20.3")
+                return self.python("grpcio_client.py", "grpcio-python39", *packages, base=python)
+        raise unittest.SkipTest("no Python 3.9")
 
     def grpclib(self):
         return self.python("grpclib_client.py", "grpclib", "grpclib", "protobuf")
@@ -133,6 +142,7 @@ CLIENTS = {
     "grpcio_debian": CASES,
     "grpcio_newest": CASES,
     "grpcio_oldest": CASES,
+    "grpcio_python39": CASES,
     "grpclib": without(CASES, ("compressed_request_is_refused",)),  # it cannot compress
     "grpc_go": CASES,
     "curl": without(CASES + HAND_MADE, ENDS_EARLY, ANSWERED_EARLY),  # hand_made.py has why
