@@ -345,14 +345,22 @@ void Connection::ReadSome() {
 
 // False: the connection is closed.
 bool Connection::Feed(absl::Span<const std::byte> bytes) {
-  feeding_ = true;
-  const ssize_t taken = nghttp2_session_mem_recv(
-      session_, reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
-  feeding_ = false;
-  if (taken >= 0 && cut_ == Cut::kNone) return true;
-  if (cut_ == Cut::kNone) cut_ = taken == NGHTTP2_ERR_FLOODED ? Cut::kUnread : Cut::kProtocol;
-  Close(cut_);
-  return false;
+  while (!bytes.empty()) {
+    const absl::Span<const std::byte> next = heads_.Next(&bytes);
+    ssize_t taken = 0;
+    if (!next.empty()) {
+      feeding_ = true;
+      taken = nghttp2_session_mem_recv(session_, reinterpret_cast<const uint8_t*>(next.data()),
+                                       next.size());
+      feeding_ = false;
+    }
+    if (heads_.TakeLeftOut() && cut_ == Cut::kNone) CountControl(NGHTTP2_RST_STREAM);
+    if (taken >= 0 && cut_ == Cut::kNone) continue;
+    if (cut_ == Cut::kNone) cut_ = taken == NGHTTP2_ERR_FLOODED ? Cut::kUnread : Cut::kProtocol;
+    Close(cut_);
+    return false;
+  }
+  return true;
 }
 
 int Connection::Refuse(Cut cut) {

@@ -25,6 +25,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/http2/frame_heads.h"
 #include "server/http2/limits.h"
 #include "server/http2/loop.h"
 #include "server/http2/peer.h"
@@ -205,6 +206,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   absl::InlinedVector<Gap, kGaps> gaps_;
   int32_t last_stream_ = -1;
 
+  FrameHeads heads_;
   // The DATA frame that is being received.
   Stream* data_stream_ = nullptr;  // null: none, or a short one
   size_t data_left_ = 0;

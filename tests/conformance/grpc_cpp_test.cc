@@ -218,6 +218,19 @@ TEST_F(GrpcCppTest, unimplemented_method) {
             StatusCode::UNIMPLEMENTED);
 }
 
+// More than the server's windows take before it has asked for it.
+TEST_F(GrpcCppTest, refused_upload) {
+  Empty upload;
+  upload.GetReflection()->MutableUnknownFields(&upload)->AddLengthDelimited(
+      1, std::string(size_t{4} << 20, '\0'));
+  for (int i = 0; i < 5; ++i) {
+    ClientContext context;
+    Empty response;
+    EXPECT_EQ(stub_->UnimplementedCall(&context, upload, &response).error_code(),
+              StatusCode::UNIMPLEMENTED);
+  }
+}
+
 TEST_F(GrpcCppTest, unimplemented_service) {
   Empty response;
   EXPECT_EQ(UnimplementedService::NewStub(channel_)

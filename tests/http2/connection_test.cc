@@ -455,6 +455,28 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   EXPECT_EQ(cut_, Cut::kPings);
 }
 
+// gRPC's C core sends them when a call is cancelled before its header list is sent.
+TEST_F(ConnectionTest, ResetsOfStreamsThatNeverBeganAreLeftOutHoweverTheyArrive) {
+  for (size_t part = 1; part < 40; ++part) {
+    cut_.reset();
+    Connect();
+    std::string bytes = NGHTTP2_CLIENT_MAGIC;
+    bytes += testing::Encoded({.type = NGHTTP2_SETTINGS});
+    bytes += testing::Encoded(client_->Headers(1, Request("/echo")));
+    bytes += testing::Encoded(RawClient::Reset(3));
+    bytes += testing::Encoded(RawClient::Data(1, "hello", true));
+    bytes += testing::Encoded(RawClient::Reset(3)) + testing::Encoded(RawClient::Reset(5));
+    bytes += testing::Encoded(client_->Headers(7, Request("/echo"), true));
+    for (size_t at = 0; at < bytes.size(); at += part) Send(bytes.substr(at, part));
+    EXPECT_EQ(AnswerOf(1).body, "hello") << part;
+    EXPECT_TRUE(AnswerOf(7).ended) << part;
+    Call(9);
+    EXPECT_EQ(cut_, std::nullopt);
+    connection_->Close();
+    answers_.clear();
+  }
+}
+
 TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
   limits_.control_frames = 50;
   limits_.control_rate = 0;
@@ -462,6 +484,7 @@ TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
       {.type = NGHTTP2_SETTINGS},
       {.type = NGHTTP2_PRIORITY, .stream = 1, .payload = std::string(5, '\0')},
       RawClient::Window(0, 1),
+      RawClient::Reset(7),  // of a stream that has not begun
       {.type = 0xfa, .stream = 5, .payload = "unknown"}};
   for (const Frame& kind : kinds) {
     cut_.reset();

@@ -27,6 +27,11 @@ def large_request():
     return pb.SimpleRequest(response_size=LARGE_RESPONSE, payload=pb.Payload(body=bytes(LARGE_REQUEST)))
 
 
+def upload():
+    """More than a server's windows take before it has asked for it."""
+    return pb.SimpleRequest(payload=pb.Payload(body=bytes(4 << 20)))
+
+
 def inputs():
     return [pb.StreamingInputCallRequest(payload=pb.Payload(body=bytes(size))) for size in REQUEST_SIZES]
 

@@ -27,6 +27,7 @@ from cases import (
     outputs,
     pings,
     reported,
+    upload,
 )
 
 
@@ -46,6 +47,7 @@ class Client:
         self.output = method("unary_stream", SERVICE + "StreamingOutputCall", *messages)
         self.duplex = method("stream_stream", SERVICE + "FullDuplexCall", *messages)
         self.no_method = method("unary_unary", SERVICE + "UnimplementedCall", pb.Empty, pb.Empty)
+        self.no_upload = method("unary_unary", SERVICE + "UnimplementedCall", pb.SimpleRequest, pb.Empty)
         self.no_service = method("unary_unary", UNKNOWN_SERVICE + "UnimplementedCall", pb.Empty, pb.Empty)
 
     def empty_unary(self):
@@ -102,6 +104,11 @@ class Client:
     def unimplemented_method(self):
         error = fails(lambda: self.no_method(pb.Empty(), timeout=DEADLINE))
         check(error.code(), grpc.StatusCode.UNIMPLEMENTED, "status")
+
+    def refused_upload(self):
+        for _ in range(5):
+            error = fails(lambda: self.no_upload(upload(), timeout=DEADLINE))
+            check(error.code(), grpc.StatusCode.UNIMPLEMENTED, "status")
 
     def unimplemented_service(self):
         error = fails(lambda: self.no_service(pb.Empty(), timeout=DEADLINE))

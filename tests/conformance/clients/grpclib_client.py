@@ -29,6 +29,7 @@ from cases import (
     outputs,
     pings,
     reported,
+    upload,
 )
 
 
@@ -43,6 +44,7 @@ class Client:
         self.output = UnaryStreamMethod(channel, SERVICE + "StreamingOutputCall", *messages)
         self.duplex = StreamStreamMethod(channel, SERVICE + "FullDuplexCall", *messages)
         self.no_method = UnaryUnaryMethod(channel, SERVICE + "UnimplementedCall", pb.Empty, pb.Empty)
+        self.no_upload = UnaryUnaryMethod(channel, SERVICE + "UnimplementedCall", pb.SimpleRequest, pb.Empty)
         self.no_service = UnaryUnaryMethod(channel, UNKNOWN_SERVICE + "UnimplementedCall", pb.Empty, pb.Empty)
 
     async def empty_unary(self):
@@ -100,6 +102,11 @@ class Client:
     async def unimplemented_method(self):
         error = await fails(self.no_method(pb.Empty(), timeout=DEADLINE))
         check(error.status, Status.UNIMPLEMENTED, "status")
+
+    async def refused_upload(self):
+        for _ in range(5):
+            error = await fails(self.no_upload(upload(), timeout=DEADLINE))
+            check(error.status, Status.UNIMPLEMENTED, "status")
 
     async def unimplemented_service(self):
         error = await fails(self.no_service(pb.Empty(), timeout=DEADLINE))

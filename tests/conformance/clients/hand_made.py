@@ -32,6 +32,7 @@ from cases import (
     outputs,
     pings,
     reported,
+    upload,
 )
 
 GRPC = {"content-type": "application/grpc", "te": "trailers"}
@@ -152,6 +153,9 @@ class Client:
 
     def unimplemented_method(self):
         self.expect_code(self.call("UnimplementedCall", [pb.Empty()]), 12)
+
+    def refused_upload(self):
+        self.expect_code(self.call("UnimplementedCall", [upload()]), 12)
 
     def unimplemented_service(self):
         self.expect_code(self.call("UnimplementedCall", [pb.Empty()], path=UNKNOWN_SERVICE), 12)

@@ -242,6 +242,17 @@ func unimplementedService(ctx context.Context, c *client) error {
 	return hasCode(err, codes.Unimplemented)
 }
 
+func refusedUpload(ctx context.Context, c *client) error {
+	upload := &pb.SimpleRequest{Payload: payload(4 << 20)}
+	for i := 0; i < 5; i++ {
+		err := c.connection.Invoke(ctx, "/grpc.testing.TestService/UnimplementedCall", upload, &pb.Empty{})
+		if err := hasCode(err, codes.Unimplemented); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func timeoutOnSleepingServer(ctx context.Context, c *client) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Millisecond)
 	defer cancel()
@@ -300,6 +311,7 @@ var cases = map[string]func(context.Context, *client) error{
 	"custom_metadata":               customMetadata,
 	"unimplemented_method":          unimplementedMethod,
 	"unimplemented_service":         unimplementedService,
+	"refused_upload":                refusedUpload,
 	"timeout_on_sleeping_server":    timeoutOnSleepingServer,
 	"cancel_after_begin":            cancelAfterBegin,
 	"cancel_after_first_response":   cancelAfterFirstResponse,
