@@ -51,7 +51,8 @@ constexpr const char* kDescription =
     "GPU), --max-held-bytes for messages and answers, and --max-connection-bytes for what else\n"
     "connections hold. On the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
-constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
+// The most that gRPC's clients send.
+constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = int64_t{1} << 40;
 constexpr absl::Duration kMaxDuration = absl::Hours(24);
 
@@ -235,6 +236,18 @@ void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
             [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
 
+void AddAddresses(CLI::App& app, Config* config) {
+  Add(app, "--listen", &config->listen,
+      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+  AddSocketMode(app, &config->socket_mode);
+  Add(app, "--probe-listen", &config->probe_listen,
+      "Address that answers only health probes, in plaintext and under any load; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+}
+
 // Who may come in and call.
 void AddDoor(CLI::App& app, Config* config) {
   Add(app, "--tls-cert", &config->tls_cert,
@@ -396,6 +409,9 @@ void CheckTogether(const Config& config) {
                                               : std::string(address.status().message())));
   };
   for (const std::string& address : config.listen) check_address("--listen", address, true);
+  for (const std::string& address : config.probe_listen) {
+    check_address("--probe-listen", address, true);
+  }
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
@@ -453,6 +469,37 @@ void CheckNames(const CLI::App& app) {
   }
 }
 
+void AddConnections(CLI::App& app, Config* config) {
+  AddInteger(
+      app, "--loops", &config->loops, 0, 256,
+      "Event loops, one thread each, which share the connections; 0: one for every two cores");
+  AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
+             "Calls that may be open on a connection");
+  AddSize(
+      app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
+      "Memory that all connections may hold beside admitted messages: header lists, state, early "
+      "bytes, answers that are not taken. Near it the connection that holds most without moving "
+      "is closed");
+  AddDuration(
+      app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
+      /*infinite=*/true,
+      "Age at which a connection is asked to end: its calls finish, and its client connects "
+      "again");
+  AddDuration(app, "--max-connection-idle", &config->max_connection_idle, absl::Seconds(1),
+              /*infinite=*/true, "Time without a call after which a connection ends");
+  AddDuration(
+      app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
+      /*infinite=*/true,
+      "Time without a byte from a peer after which the server asks whether it is still there; "
+      "without an answer in 20s the connection ends");
+  AddDuration(
+      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
+      /*infinite=*/false,
+      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
+      "one more for each frame of an answer. A peer that pings more often is told "
+      "\"too_many_pings\" and its connection ends. 0: any");
+}
+
 }  // namespace
 
 std::string_view Version() { return LOGITD_VERSION; }
@@ -470,11 +517,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                        absl::StrFormat("logitd %s, %s", Version(), TransportVersion()));
   app.get_formatter()->column_width(34);
 
-  Add(app, "--listen", &config->listen,
-      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
-      ->delimiter(',')
-      ->type_name("ADDRESS");
-  AddSocketMode(app, &config->socket_mode);
+  AddAddresses(app, config);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddDevices(app, &config->devices);
@@ -524,32 +567,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       ->envname(EnvironmentName("--allow-remote-heads"));
   AddDoor(app, config);
   AddArenas(app, config);
-  AddInteger(app, "--loops", &config->loops, 0, 256,
-             "Event loops, one thread each, which share the connections; 0: one for every two cores");
-  AddInteger(app, "--max-streams", &config->max_streams, 1, 65536,
-             "Calls that may be open on a connection");
-  AddSize(app, "--max-connection-bytes", &config->max_connection_bytes, int64_t{16} << 20,
-          "Memory that all connections may hold beside admitted messages: header lists, state, early "
-          "bytes, answers that are not taken. Near it the connection that holds most without moving "
-          "is closed");
-  AddDuration(
-      app, "--max-connection-age", &config->max_connection_age, absl::Seconds(1),
-      /*infinite=*/true,
-      "Age at which a connection is asked to end: its calls finish, and its client connects "
-      "again");
-  AddDuration(app, "--max-connection-idle", &config->max_connection_idle, absl::Seconds(1),
-              /*infinite=*/true, "Time without a call after which a connection ends");
-  AddDuration(
-      app, "--keepalive-time", &config->keepalive_time, absl::Seconds(1),
-      /*infinite=*/true,
-      "Time without a byte from a peer after which the server asks whether it is still there; "
-      "without an answer in 20s the connection ends");
-  AddDuration(
-      app, "--min-ping-interval", &config->min_ping_interval, absl::ZeroDuration(),
-      /*infinite=*/false,
-      "Time between two pings of a peer that the server allows for long; 10 may come at once, and "
-      "one more for each frame of an answer. A peer that pings more often is told "
-      "\"too_many_pings\" and its connection ends. 0: any");
+  AddConnections(app, config);
   AddDuration(app, "--receive-timeout", &config->receive_timeout, absl::Milliseconds(1),
               /*infinite=*/true,
               "Maximum time for a peer to send its message, and then to take its answer");

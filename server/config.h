@@ -19,6 +19,7 @@ namespace logitd {
 
 struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
+  std::vector<std::string> probe_listen;  // only for health, in plaintext
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   std::vector<int> devices = {0};  // numbers, each once; empty: all that there are
@@ -47,8 +48,8 @@ struct Config {
   int64_t max_arena_bytes = int64_t{1} << 30;         // of one arena, and of all together
   int64_t max_device_arena_bytes = int64_t{1} << 30;  // the same, of each device's memory
   int max_leases = 64;
-  int loops = 0;           // event loops; 0: by the cores
-  int max_streams = 2048;  // open calls of a connection
+  int loops = 0;                                      // event loops; 0: by the cores
+  int max_streams = 2048;                             // open calls of a connection
   int64_t max_connection_bytes = int64_t{256} << 20;  // of all connections, beside messages
   absl::Duration max_connection_age = absl::InfiniteDuration();
   absl::Duration max_connection_idle = absl::InfiniteDuration();

@@ -18,7 +18,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kHeadScratch = 64 * kMiB;
 // Parameters and padding of a row, in a slab.
 constexpr int64_t kSlabRowBytes = 168;
-// The program, its threads, gRPC's own state, what malloc keeps.
+// The program, its threads and the buffers of its loops, what malloc keeps.
 constexpr int64_t kProcess = 200 * kMiB;
 
 }  // namespace
@@ -45,10 +45,10 @@ int64_t UsableMemory(int64_t machine_bytes, const std::string& proc, const std::
 std::string HostMemory::Text(int64_t usable_bytes) const {
   const auto mib = [](int64_t bytes) { return (bytes + kMiB - 1) / kMiB; };
   return absl::StrFormat(
-      "host memory: at most %d MiB of %d, which the process may use: slabs %d, messages %d, heads "
-      "%d, their scratch %d, leases %d, process %d%s",
-      mib(Sum()), usable_bytes / kMiB, mib(slabs), mib(messages), mib(heads), mib(head_scratch),
-      mib(leases), mib(process),
+      "host memory: at most %d MiB of %d, which the process may use: slabs %d, messages %d, "
+      "connections %d, heads %d, their scratch %d, leases %d, process %d%s",
+      mib(Sum()), usable_bytes / kMiB, mib(slabs), mib(messages), mib(connections), mib(heads),
+      mib(head_scratch), mib(leases), mib(process),
       Sum() <= usable_bytes ? "" : "; lower --max-head-bytes or --max-held-bytes");
 }
 
@@ -56,14 +56,14 @@ HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t m
   const int64_t streams = int64_t{config.streams} * devices;
   HostMemory most = {
       .slabs = streams * (4 * config.slab_bytes + 2 * kSlabRowBytes * config.max_batch_rows),
-      .messages = config.max_held_bytes + config.max_connection_bytes,
+      .messages = config.max_held_bytes,
+      .connections = config.max_connection_bytes,
       .process = kProcess};
   if (cpu) {
     most.heads = max_head_bytes * devices;
     most.head_scratch = streams * kHeadScratch;
-  } else if (!config.arena_listen.empty()) {
-    most.leases = config.max_arena_bytes;
   }
+  if (!config.arena_listen.empty()) most.leases = config.max_arena_bytes;
   return most;
 }
 

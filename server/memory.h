@@ -20,13 +20,17 @@ int64_t UsableMemory(int64_t machine_bytes, const std::string& proc = "/proc/sel
 // The most host memory of a server, in bytes, by what it is for: the sum of docs/operations.md, "Memory".
 struct HostMemory {
   int64_t slabs = 0;
-  int64_t messages = 0;      // what peers make the server hold
-  int64_t heads = 0;         // on the CPU
+  int64_t messages = 0;  // charged to calls: messages, their lists, answers
+  int64_t connections =
+      0;              // http2::Account of all: sessions, header lists, early bytes, unsent answers
+  int64_t heads = 0;  // on the CPU
   int64_t head_scratch = 0;  // of the CPU's streams that use a head
-  int64_t leases = 0;        // on a GPU, whose leases are pinned
+  int64_t leases = 0;        // pinned for a GPU; on the CPU pages that only the server has written
   int64_t process = 0;       // without what CUDA takes
 
-  int64_t Sum() const { return slabs + messages + heads + head_scratch + leases + process; }
+  int64_t Sum() const {
+    return slabs + messages + connections + heads + head_scratch + leases + process;
+  }
   // "host memory: at most ... MiB of ..., which the process may use: ...", with each part in MiB.
   std::string Text(int64_t usable_bytes) const;
 };

@@ -20,7 +20,8 @@ http2::Bytes Frame(const std::string& message) {
   auto bytes = std::make_shared<std::string>(5, '\0');
   for (int i = 0; i < 4; ++i) (*bytes)[4 - i] = static_cast<char>(message.size() >> (8 * i));
   *bytes += message;
-  return {.span = {reinterpret_cast<const std::byte*>(bytes->data()), bytes->size()}, .keep = bytes};
+  return {.span = {reinterpret_cast<const std::byte*>(bytes->data()), bytes->size()},
+          .keep = bytes};
 }
 
 // Receives the message of a unary call into one buffer and answers.

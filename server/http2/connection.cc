@@ -1,13 +1,11 @@
 #include "server/http2/connection.h"
 
-#include <malloc.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -20,16 +18,14 @@ constexpr int kReadsPerTurn = 4;
 constexpr size_t kLeastDirect = size_t{16} << 10;
 // Such a read may take this much beyond the frame: the next frame's head and a little of it.
 constexpr size_t kAfterDirect = size_t{4} << 10;
-// Limits of one write, and of one DATA frame.
+// Limits of one write.
 constexpr size_t kWriteBytes = size_t{1} << 20;
 constexpr size_t kWritePieces = 256;
-constexpr size_t kFrameBytes = size_t{64} << 10;
 // A shorter body is copied behind its frame's head.
 constexpr size_t kCopiedBody = size_t{2} << 10;
 
-constexpr int64_t kOverhead = 1024;  // memory of a stream and its owner, beside the header list
+constexpr int64_t kOverhead = 3072;  // of a stream and its largest owner, beside the header list
 constexpr int64_t kTlsBytes = int64_t{150} << 10;
-constexpr int32_t kConnectionWindow = int32_t{1} << 30;  // streams have the windows that matter
 constexpr int64_t kTickNs = 1'000'000'000;
 constexpr double kControlFramesPerBody = 4;
 
@@ -56,105 +52,6 @@ int64_t Account::held() const {
          early.load(kRelaxed) + unsent.load(kRelaxed);
 }
 
-// nghttp2 calls these with the connection as its user data.
-struct Connection::Callbacks {
-  static Connection* Of(void* user) { return static_cast<Connection*>(user); }
-
-  // nghttp2's memory, counted as malloc rounds it.
-  static void* Count(void* memory, void* user) {
-    Of(user)->Hold(&Of(user)->account_.session, static_cast<int64_t>(malloc_usable_size(memory)));
-    return memory;
-  }
-  static void Uncount(void* memory, void* user) {
-    Of(user)->Hold(&Of(user)->account_.session, -static_cast<int64_t>(malloc_usable_size(memory)));
-  }
-  static void* Malloc(size_t bytes, void* user) { return Count(std::malloc(bytes), user); }
-  static void* Calloc(size_t n, size_t bytes, void* user) {
-    return Count(std::calloc(n, bytes), user);
-  }
-  static void Free(void* memory, void* user) {
-    Uncount(memory, user);
-    std::free(memory);
-  }
-  static void* Realloc(void* memory, size_t bytes, void* user) {
-    Uncount(memory, user);
-    void* const moved = std::realloc(memory, bytes);
-    Count(moved == nullptr ? memory : moved, user);
-    return moved;
-  }
-
-  static nghttp2_session_callbacks* Table() {
-    static nghttp2_session_callbacks* const table = [] {
-      nghttp2_session_callbacks* made = nullptr;
-      nghttp2_session_callbacks_new(&made);
-      nghttp2_session_callbacks_set_on_begin_frame_callback(
-          made, [](nghttp2_session*, const nghttp2_frame_hd* frame, void* user) {
-            return Of(user)->OnBeginFrame(*frame);
-          });
-      nghttp2_session_callbacks_set_on_begin_headers_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            return Of(user)->OnBeginHeaders(*frame);
-          });
-      nghttp2_session_callbacks_set_on_header_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name,
-                   size_t name_bytes, const uint8_t* value, size_t value_bytes, uint8_t,
-                   void* user) {
-            return Of(user)->OnHeader(*frame, {reinterpret_cast<const char*>(name), name_bytes},
-                                      {reinterpret_cast<const char*>(value), value_bytes});
-          });
-      nghttp2_session_callbacks_set_on_frame_recv_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            return Of(user)->OnFrame(*frame);
-          });
-      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(
-          made, [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes,
-                   void* user) {
-            return Of(user)->OnData(id, {reinterpret_cast<const std::byte*>(data), bytes});
-          });
-      nghttp2_session_callbacks_set_on_stream_close_callback(
-          made, [](nghttp2_session*, int32_t id, uint32_t error, void* user) {
-            Of(user)->OnStreamClose(id, error);
-            return 0;
-          });
-      nghttp2_session_callbacks_set_on_frame_send_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            Of(user)->OnFrameSent(*frame);
-            return 0;
-          });
-      nghttp2_session_callbacks_set_unpack_extension_callback(
-          made, [](nghttp2_session*, void**, const nghttp2_frame_hd*, void*) -> int {
-            return NGHTTP2_ERR_CANCEL;  // ignored
-          });
-      nghttp2_session_callbacks_set_send_data_callback(
-          made, [](nghttp2_session*, nghttp2_frame*, const uint8_t* head, size_t bytes,
-                   nghttp2_data_source* source, void* user) {
-            return Of(user)->SendBody(static_cast<Stream*>(source->ptr), head, bytes);
-          });
-      nghttp2_session_callbacks_set_data_source_read_length_callback(
-          made, [](nghttp2_session*, uint8_t, int32_t, int32_t, int32_t, uint32_t most, void*) {
-            return static_cast<ssize_t>(std::min<size_t>(most, kFrameBytes));
-          });
-      return made;
-    }();
-    return table;
-  }
-
-  static nghttp2_option* Options(const Limits& limits) {
-    nghttp2_option* options = nullptr;
-    nghttp2_option_new(&options);
-    nghttp2_option_set_no_auto_window_update(options, 1);
-    nghttp2_option_set_no_closed_streams(options, 1);
-    nghttp2_option_set_max_outbound_ack(options, limits.unread_acks);
-    // Unknown frames are told to OnBeginFrame, which counts them.
-    for (int type = NGHTTP2_ALTSVC; type <= UINT8_MAX; ++type) {
-      nghttp2_option_set_user_recv_extension_type(options, static_cast<uint8_t>(type));
-    }
-    // No limit of nghttp2's on resets: `resets_` is one that knows which calls were answered.
-    nghttp2_option_set_stream_reset_rate_limit(options, UINT32_MAX, UINT32_MAX);
-    return options;
-  }
-};
-
 // ---- the connection's life
 
 Connection::Connection(Loop* loop, ConnectionHost* host, Held* held, const Limits& limits,
@@ -167,7 +64,6 @@ Connection::Connection(Loop* loop, ConnectionHost* host, Held* held, const Limit
       fd_(fd),
       peer_(std::move(peer)),
       tls_(std::move(tls)),
-      memory_{this, &Callbacks::Malloc, &Callbacks::Free, &Callbacks::Calloc, &Callbacks::Realloc},
       handshaking_(tls_ != nullptr),
       begun_ns_(loop->now_ns()),
       age_ends_ns_(begun_ns_ + WithJitter(Nanos(times.max_age), peer_.id)),
@@ -191,24 +87,6 @@ void Connection::Start() {
   if (!handshaking_) StartSession();
 }
 
-void Connection::StartSession() {
-  nghttp2_option* const options = Callbacks::Options(limits_);
-  const int made =
-      nghttp2_session_server_new3(&session_, Callbacks::Table(), this, options, &memory_);
-  nghttp2_option_del(options);
-  if (made != 0) return Close();
-  const nghttp2_settings_entry settings[] = {
-      {NGHTTP2_SETTINGS_MAX_CONCURRENT_STREAMS, limits_.max_streams},
-      {NGHTTP2_SETTINGS_MAX_HEADER_LIST_SIZE, limits_.max_header_list},
-      {NGHTTP2_SETTINGS_MAX_FRAME_SIZE, limits_.max_frame},
-      {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, limits_.early_window},
-      {NGHTTP2_SETTINGS_NO_RFC7540_PRIORITIES, 1},
-  };
-  nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, settings, std::size(settings));
-  nghttp2_session_set_local_window_size(session_, NGHTTP2_FLAG_NONE, 0, kConnectionWindow);
-  Wake();
-}
-
 void Connection::ContinueHandshake() {
   const TlsSession::Step step = tls_->Handshake();
   switch (step) {
@@ -217,14 +95,14 @@ void Connection::ContinueHandshake() {
     case TlsSession::Step::kWantWrite:
       return loop_->Change(this, fd_, EPOLLOUT);
     case TlsSession::Step::kFailed:
-      host_->OnHandshake(tls_->failure());
+      host_->OnHandshake(this, tls_->failure(), tls_->failure_text());
       return Close();
     case TlsSession::Step::kDone:
       break;
   }
   handshaking_ = false;
   begun_ns_ = loop_->now_ns();
-  host_->OnHandshake(HandshakeEnd::kOk);
+  host_->OnHandshake(this, HandshakeEnd::kOk, "");
   peer_.certificate_names = tls_->CertificateNames();
   loop_->Change(this, fd_, EPOLLIN);
   StartSession();
@@ -272,7 +150,8 @@ void Connection::Close(Cut cut) {
   nghttp2_session_del(session_);
   session_ = nullptr;
   pieces_.clear();
-  for (std::atomic<int64_t>* count : {&account_.tls, &account_.headers, &account_.early, &account_.unsent}) {
+  for (std::atomic<int64_t>* count :
+       {&account_.tls, &account_.headers, &account_.early, &account_.unsent}) {
     Hold(count, -count->load(std::memory_order_relaxed));
   }
   held_->Flush();
@@ -284,10 +163,10 @@ void Connection::Close(Cut cut) {
 void Connection::SubmitReason() {
   // With this text gRPC's clients ping half as often on their next connection.
   const std::string_view text = cut_ == Cut::kPings ? "too_many_pings" : NameOf(cut_).name;
-  nghttp2_submit_goaway(
-      session_, NGHTTP2_FLAG_NONE, nghttp2_session_get_last_proc_stream_id(session_),
-      cut_ == Cut::kProtocol ? NGHTTP2_PROTOCOL_ERROR : NGHTTP2_ENHANCE_YOUR_CALM,
-      reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  nghttp2_submit_goaway(session_, NGHTTP2_FLAG_NONE,
+                        nghttp2_session_get_last_proc_stream_id(session_),
+                        cut_ == Cut::kProtocol ? NGHTTP2_PROTOCOL_ERROR : NGHTTP2_ENHANCE_YOUR_CALM,
+                        reinterpret_cast<const uint8_t*>(text.data()), text.size());
 }
 
 // ---- reading
@@ -306,7 +185,8 @@ void Connection::OnReady(uint32_t events) {
 absl::Span<std::byte> Connection::DirectRoom() {
   if (data_stream_ == nullptr || data_left_ < kLeastDirect) return {};
   const absl::Span<std::byte> room = data_stream_->events_->Room(kLeastDirect);
-  return room.size() < kLeastDirect ? absl::Span<std::byte>() : room.first(std::min(room.size(), data_left_));
+  return room.size() < kLeastDirect ? absl::Span<std::byte>()
+                                    : room.first(std::min(room.size(), data_left_));
 }
 
 void Connection::ReadSome() {
@@ -354,7 +234,7 @@ bool Connection::Feed(absl::Span<const std::byte> bytes) {
                                        next.size());
       feeding_ = false;
     }
-    if (heads_.TakeLeftOut() && cut_ == Cut::kNone) CountControl(NGHTTP2_RST_STREAM);
+    if (heads_.TakeLeftOut() && cut_ == Cut::kNone) CountControl({.type = NGHTTP2_RST_STREAM});
     if (taken >= 0 && cut_ == Cut::kNone) continue;
     if (cut_ == Cut::kNone) cut_ = taken == NGHTTP2_ERR_FLOODED ? Cut::kUnread : Cut::kProtocol;
     Close(cut_);
@@ -368,9 +248,10 @@ int Connection::Refuse(Cut cut) {
   return NGHTTP2_ERR_CALLBACK_FAILURE;
 }
 
-int Connection::CountControl(uint8_t type) {
+int Connection::CountControl(const nghttp2_frame_hd& frame) {
   const int64_t now_ns = loop_->now_ns();
-  if (type == NGHTTP2_PING && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
+  const bool asks = frame.type == NGHTTP2_PING && (frame.flags & NGHTTP2_FLAG_ACK) == 0;
+  if (asks && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
   return control_.Take(now_ns) ? 0 : Refuse(Cut::kControlFrames);
 }
 
@@ -397,9 +278,7 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
         return Refuse(Cut::kResets);
       }
     }
-    const bool ack = (frame.flags & NGHTTP2_FLAG_ACK) != 0 &&
-                     (frame.type == NGHTTP2_PING || frame.type == NGHTTP2_SETTINGS);
-    return ack || frame.type == NGHTTP2_CONTINUATION ? 0 : CountControl(frame.type);
+    return CountControl(frame);
   }
   control_.Add(kControlFramesPerBody);
   if (frame.type == NGHTTP2_HEADERS) return 0;
@@ -418,20 +297,22 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
 int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   if (frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;
   const int32_t next = last_stream_ + 2;
-  if (frame.hd.stream_id > next && gaps_.size() < kGaps) gaps_.push_back({next, frame.hd.stream_id});
-  last_stream_ = frame.hd.stream_id;
-  auto stream = std::make_unique<Stream>(this, frame.hd.stream_id);
+  const int32_t id = frame.hd.stream_id;
+  if (id > next && gaps_.size() < kGaps) gaps_.push_back({next, id});
+  last_stream_ = id;
+  auto stream = std::make_unique<Stream>(this, id);
   stream->granted_ = limits_.early_window;
   stream->moved_ns_ = loop_->now_ns();
   stream->counted_ = kOverhead;
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
-  streams_[frame.hd.stream_id] = std::move(stream);
+  streams_[id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
   Hold(&account_.headers, kOverhead);
   return 0;
 }
 
-int Connection::OnHeader(const nghttp2_frame& frame, std::string_view name, std::string_view value) {
+int Connection::OnHeader(const nghttp2_frame& frame, std::string_view name,
+                         std::string_view value) {
   Stream* const stream = Find(frame.hd.stream_id);
   if (stream == nullptr || frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers
   stream->header_list_bytes_ += name.size() + value.size() + 32;
@@ -480,6 +361,7 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
   Hold(&account_.headers, -stream->counted_);
   Hold(&account_.unsent, -stream->unsent_bytes_);
   stream->ReleaseEarly();
+  stream->HoldOther(0);
   if (streams_.empty()) idle_since_ns_ = loop_->now_ns();
   if (stream->events_ == nullptr) return;
   const bool whole = stream->ended_ && stream->unsent_.empty() && error == NGHTTP2_NO_ERROR;
@@ -671,17 +553,19 @@ void Connection::OnTurnEnd() {
 }
 
 void Connection::EndIfDone() {
-  const bool over = nghttp2_session_want_read(session_) == 0 && nghttp2_session_want_write(session_) == 0;
+  const bool over =
+      nghttp2_session_want_read(session_) == 0 && nghttp2_session_want_write(session_) == 0;
   if (over || (going_away_ && streams_.empty())) Close();
 }
 
 // ---- times
 
 void Connection::SetTick() {
-  const int64_t shortest = std::min({Nanos(times_.send), Nanos(times_.preface), Nanos(times_.handshake),
-                                     Nanos(times_.max_idle), Nanos(times_.max_age), Nanos(times_.keepalive),
-                                     Nanos(times_.keepalive_timeout)});
-  loop_->timers().Set(&tick_, loop_->now_ns() + std::clamp(shortest / 4, int64_t{1'000'000}, kTickNs));
+  const int64_t shortest = std::min(
+      {Nanos(times_.send), Nanos(times_.preface), Nanos(times_.handshake), Nanos(times_.max_idle),
+       Nanos(times_.max_age), Nanos(times_.keepalive), Nanos(times_.keepalive_timeout)});
+  loop_->timers().Set(&tick_,
+                      loop_->now_ns() + std::clamp(shortest / 4, int64_t{1'000'000}, kTickNs));
 }
 
 void Connection::Tick() {
@@ -691,7 +575,7 @@ void Connection::Tick() {
   };
   if (handshaking_) {
     if (over(begun_ns_, times_.handshake)) {
-      host_->OnHandshake(HandshakeEnd::kTimeout);
+      host_->OnHandshake(this, HandshakeEnd::kTimeout, "it took too long");
       return Close();
     }
     return SetTick();
@@ -705,7 +589,8 @@ void Connection::Tick() {
   } else if (pinged_ns_ != 0 && over(pinged_ns_, times_.keepalive_timeout)) {
     return Close(Cut::kKeepalive);
   }
-  if (now_ns >= age_ends_ns_ || (streams_.empty() && over(idle_since_ns_, times_.max_idle))) Drain();
+  if (now_ns >= age_ends_ns_ || (streams_.empty() && over(idle_since_ns_, times_.max_idle)))
+    Drain();
   if (draining_ && !going_away_ && now_ns - drained_ns_ >= kTickNs) {
     going_away_ = true;
     nghttp2_submit_goaway(session_, NGHTTP2_FLAG_NONE,

@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -39,7 +40,7 @@ struct Account {
   std::atomic<int64_t> session = 0;  // nghttp2's memory, to the byte
   std::atomic<int64_t> tls = 0;
   std::atomic<int64_t> headers = 0;  // header lists of open streams, and the streams themselves
-  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for
+  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for, and what owners hold
   std::atomic<int64_t> unsent = 0;   // responses that the peer has not taken
   // Bytes received and sent since the start. A connection that moves is not the first to be cut.
   std::atomic<int64_t> received = 0;
@@ -71,7 +72,9 @@ class ConnectionHost {
   virtual ~ConnectionHost() = default;
   // The header list of a request is there. Null: the stream has been ended already.
   virtual std::shared_ptr<StreamEvents> OnStream(Stream* stream) = 0;
-  virtual void OnHandshake(HandshakeEnd /*end*/) {}
+  // `text`: why it failed, for the log.
+  virtual void OnHandshake(Connection* /*connection*/, HandshakeEnd /*end*/,
+                           std::string_view /*text*/) {}
   virtual void OnConnectionClosed(Connection* connection, Cut cut) = 0;
 };
 
@@ -121,6 +124,8 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   const PeerInfo& peer() const { return peer_; }
   const Account& account() const { return account_; }
   bool in_handshake() const { return handshaking_; }
+  // The peer's hello has come: it has cost a signature, and the peer is probably honest.
+  bool handshake_begun() const { return tls_ != nullptr && tls_->has_begun(); }
 
   void OnReady(uint32_t events) override;
   void OnTurnEnd() override;
@@ -165,7 +170,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int SendBody(Stream* stream, const uint8_t* head, size_t bytes);
 
   // Counts a frame against a budget. 0, or an error that ends the connection.
-  int CountControl(uint8_t type);
+  int CountControl(const nghttp2_frame_hd& frame);
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
   void SubmitTrailers(Stream* stream);
@@ -184,14 +189,14 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   PeerInfo peer_;
   const std::unique_ptr<TlsSession> tls_;
   Account account_;
-  nghttp2_mem memory_;
+  nghttp2_mem memory_ = {};
   nghttp2_session* session_ = nullptr;
   absl::flat_hash_map<int32_t, std::unique_ptr<Stream>> streams_;
 
   bool handshaking_ = false;
-  bool feeding_ = false;   // inside nghttp2_session_mem_recv
+  bool feeding_ = false;  // inside nghttp2_session_mem_recv
   bool closing_ = false;
-  bool preface_ = false;   // the peer's first settings are there
+  bool preface_ = false;  // the peer's first settings are there
   bool draining_ = false;
   bool going_away_ = false;  // the last GOAWAY was submitted
   bool told_ = false;  // a GOAWAY with an error was sent, by nghttp2 if the peer broke the protocol

@@ -52,16 +52,16 @@ struct Limits {
   uint32_t max_header_list = 8 << 10;
   // Beyond this the connection ends: reading it costs processor time that others need.
   size_t hard_header_list = size_t{256} << 10;
-  uint32_t max_streams = 2048;            // advertised
+  uint32_t max_streams = 2048;             // advertised
   uint32_t max_frame = uint32_t{1} << 20;  // advertised: large frames need few reads
   // Body bytes that the peer may send on a stream before more are granted.
   uint32_t early_window = 65535;  // the protocol's own value, so a setting costs no round trip
-  // Body bytes of all streams of a connection that came unasked and are still held. The call that
-  // exceeds them is refused.
+  // Body bytes of all streams of a connection that came unasked and are still held, and messages that
+  // nobody admitted (Stream::HoldOther). The call that exceeds them is refused.
   int64_t max_early_bytes = int64_t{16} << 20;
 
-  // PING, SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY and unknown frames: control_frames, control_rate
-  // more each second, and four more for each DATA or HEADERS frame in either direction.
+  // PING (answers to pings too), SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY, CONTINUATION and unknown
+  // frames: control_frames, control_rate more each second, and four more for each DATA or HEADERS frame in either direction.
   double control_frames = 20000;
   double control_rate = 5000;
   // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each

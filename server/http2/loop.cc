@@ -95,7 +95,8 @@ void Timers::FindNext() {
 
 int Timers::WaitMs(int64_t now_ns) const {
   if (next_tick_ == kNoTick) return -1;
-  return static_cast<int>(std::max<int64_t>(0, next_tick_ * kSlotNs - now_ns + kSlotNs - 1) / kSlotNs);
+  return static_cast<int>(std::max<int64_t>(0, next_tick_ * kSlotNs - now_ns + kSlotNs - 1) /
+                          kSlotNs);
 }
 
 Loop::Loop(int index, Clock clock)

@@ -155,11 +155,11 @@ class Loop {
   const int index_;
   const Clock clock_;
   const int epoll_;
-  const int wake_;  // an eventfd
+  const int wake_;                       // an eventfd
   std::atomic<Task*> posted_ = nullptr;  // the newest first
   std::atomic<bool> asleep_ = false;     // the next Post must wake the thread
   std::atomic<bool> stop_ = false;
-  std::atomic<int64_t> turn_ns_ = 0;     // when this turn began; 0: the thread sleeps
+  std::atomic<int64_t> turn_ns_ = 0;  // when this turn began; 0: the thread sleeps
   int64_t now_ns_;
   Timers timers_;
   std::vector<Source*> turn_end_;

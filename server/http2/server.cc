@@ -25,9 +25,7 @@ constexpr int64_t kMovedLatelyNs = 2'000'000'000;
 class Server::Host final : public ConnectionHost {
  public:
   Host(Server* server, int index)
-      : server_(server),
-        held_(&server->held_, server->options_.max_held_bytes),
-        loop_(index) {}
+      : server_(server), held_(&server->held_, server->options_.max_held_bytes), loop_(index) {}
 
   Loop& loop() { return loop_; }
   void Start() { loop_.Start(absl::StrCat("http2-", loop_.index()).c_str()); }
@@ -37,21 +35,14 @@ class Server::Host final : public ConnectionHost {
   void Expect() { count_.fetch_add(1, std::memory_order_relaxed); }
 
   void Add(int fd, PeerInfo peer, std::unique_ptr<TlsSession> tls) {
-    auto connection = std::make_shared<Connection>(&loop_, this, &held_, server_->options_.limits,
-                                                   server_->options_.times, fd, std::move(peer),
-                                                   std::move(tls));
+    auto connection =
+        std::make_shared<Connection>(&loop_, this, &held_, server_->options_.limits,
+                                     server_->options_.times, fd, std::move(peer), std::move(tls));
     Known& known = all_[connection.get()];
     known.connection = connection;
     if (connection->in_handshake()) {
+      MakeRoomForHandshake();
       handshakes_.push_back(connection.get());
-      const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
-      if (static_cast<int64_t>(handshakes_.size()) > most) {
-        handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
-      }
-      if (static_cast<int64_t>(handshakes_.size()) > most) {
-        server_->events_->OnHandshake(HandshakeEnd::kEvicted);
-        handshakes_.front()->Close();
-      }
     }
     connection->Start();
   }
@@ -85,7 +76,13 @@ class Server::Host final : public ConnectionHost {
   std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
     return server_->events_->OnStream(stream);
   }
-  void OnHandshake(HandshakeEnd end) override { server_->events_->OnHandshake(end); }
+  void OnHandshake(Connection* connection, HandshakeEnd end, std::string_view text) override {
+    server_->events_->OnHandshake(end);
+    if (end == HandshakeEnd::kOk) return;
+    log::Limited(log::Source::kConnections, spdlog::level::info,
+                 "connection {} of {} was closed: its TLS handshake failed: {}",
+                 connection->peer().id, connection->peer().name, text);
+  }
   void OnConnectionClosed(Connection* connection, Cut cut) override {
     handshakes_.remove(connection);
     if (cut != Cut::kNone) {
@@ -107,6 +104,20 @@ class Server::Host final : public ConnectionHost {
     int64_t looked_ns = 0;
   };
 
+  // Closes the oldest connection in a handshake if there are too many, at first of those whose peers
+  // are silent.
+  void MakeRoomForHandshake() {
+    const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
+    const auto full = [&] { return static_cast<int64_t>(handshakes_.size()) >= most; };
+    if (full()) handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
+    if (!full()) return;
+    const auto silent = std::find_if(handshakes_.begin(), handshakes_.end(),
+                                     [](const Connection* c) { return !c->handshake_begun(); });
+    Connection* const out = silent == handshakes_.end() ? handshakes_.front() : *silent;
+    OnHandshake(out, HandshakeEnd::kEvicted, "newer connections needed its place");
+    out->Close();
+  }
+
   std::vector<std::shared_ptr<Connection>> Everyone() const {
     std::vector<std::shared_ptr<Connection>> all;
     for (const auto& [_, known] : all_) all.push_back(known.connection);
@@ -118,12 +129,14 @@ class Server::Host final : public ConnectionHost {
   std::atomic<int64_t> count_ = 0;
   absl::flat_hash_map<Connection*, Known> all_;
   std::list<Connection*> handshakes_;  // unfinished or ended lately, the oldest first
-  Loop loop_;  // ends first: its tasks use the others
+  Loop loop_;                          // ends first: its tasks use the others
 };
 
 Server::Server(const ServerOptions& options, ServerEvents* events)
     : options_(options), events_(events) {
-  for (int i = 0; i < options_.loops; ++i) hosts_.push_back(std::make_unique<Host>(this, i));
+  for (int i = 0; i < options_.loops; ++i) {
+    hosts_.push_back(std::make_unique<Host>(this, options_.first_loop + i));
+  }
 }
 
 Server::~Server() { Shutdown(); }
@@ -164,9 +177,10 @@ void Server::Accept(int fd, const sockaddr_storage& address, socklen_t length) {
     close(fd);
     return;
   }
-  Host* const host = std::min_element(hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) {
-                       return a->count() < b->count();
-                     })->get();
+  Host* const host =
+      std::min_element(hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) {
+        return a->count() < b->count();
+      })->get();
   host->Expect();
   host->loop().Post([host, fd, peer = std::move(peer), tls = std::move(tls)]() mutable {
     host->Add(fd, std::move(peer), std::move(tls));
@@ -239,7 +253,7 @@ int64_t Server::open() const {
 }
 
 Traffic Server::traffic() const {
-  Traffic all;
+  Traffic all = {.held = held_bytes()};
   for (const auto& host : hosts_) {
     all.received += host->held().received.load(std::memory_order_relaxed);
     all.sent += host->held().sent.load(std::memory_order_relaxed);

@@ -103,6 +103,9 @@ class Stream {
   // the connection holds too many, and these are not counted.
   bool HoldEarly(int64_t bytes);
   void ReleaseEarly();
+  // What the owner holds for the stream beside its body, in all; 0: nothing any more. False: as of
+  // HoldEarly.
+  bool HoldOther(int64_t bytes);
   // A message was complete: see Limits::tiny_frames.
   void CountMessage();
 
@@ -113,11 +116,6 @@ class Stream {
   // is told to stop sending after Times::stop.
   void End(absl::Span<const Field> trailers);
   void Reset(uint32_t error);
-  // Bytes of Sends that the kernel has not taken.
-  int64_t unsent_bytes() const { return unsent_bytes_; }
-  // The time when the peer last took something of the response, or of the last Send that found
-  // nothing unsent.
-  int64_t moved_ns() const { return moved_ns_; }
 
  private:
   friend class Connection;
@@ -132,13 +130,15 @@ class Stream {
   bool peer_ended_ = false;
   int64_t granted_ = 0;
   int64_t early_ = 0;
+  int64_t other_ = 0;
 
   bool responded_ = false;
-  bool ended_ = false;      // End was called
-  bool deferred_ = false;   // nghttp2 waits for bytes
+  bool ended_ = false;     // End was called
+  bool deferred_ = false;  // nghttp2 waits for bytes
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
-  int64_t unsent_bytes_ = 0;
+  int64_t unsent_bytes_ = 0;  // of Sends: those that no write has been given
+  // When the peer last took something of the response, or Send was called with nothing unsent.
   int64_t moved_ns_ = 0;
   int64_t stop_ns_ = 0;  // when the peer is told to stop; 0: it has ended, or the response goes on
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;

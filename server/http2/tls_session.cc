@@ -103,7 +103,8 @@ std::unique_ptr<TlsSession> TlsSession::Create(const door::TlsContext& context, 
   return session;
 }
 
-TlsSession::TlsSession(door::OwnedSsl ssl, int fd) : ssl_(std::move(ssl)), fd_(fd), out_(&pending_) {}
+TlsSession::TlsSession(door::OwnedSsl ssl, int fd)
+    : ssl_(std::move(ssl)), fd_(fd), out_(&pending_) {}
 
 TlsSession::~TlsSession() = default;
 
@@ -231,13 +232,9 @@ TlsSession::Step TlsSession::Handshake() {
   return Step::kDone;
 }
 
-bool TlsSession::has_begun() const {
-  return messages_ > 0;
-}
+bool TlsSession::has_begun() const { return messages_ > 0; }
 
-HandshakeEnd TlsSession::failure() const {
-  return failure_;
-}
+HandshakeEnd TlsSession::failure() const { return failure_; }
 
 std::vector<std::string> TlsSession::CertificateNames() const {
   std::vector<std::string> names;
@@ -347,10 +344,6 @@ ssize_t TlsSession::WriteRecords(absl::Span<const iovec> parts) {
     done += group;
   }
   return static_cast<ssize_t>(done);
-}
-
-bool TlsSession::HasUnfinishedWrite() const {
-  return ahead_ > 0;
 }
 
 void TlsSession::SendEnd() {

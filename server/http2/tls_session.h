@@ -53,7 +53,7 @@ class TlsSession {
   // The next step of the handshake.
   enum class Step { kDone, kWantRead, kWantWrite, kFailed };
   Step Handshake();
-  // The peer's hello has come, so the handshake has cost us a signature.
+  // The peer's hello has come.
   bool has_begun() const;
   // After kFailed: why, and in words.
   HandshakeEnd failure() const;
@@ -68,8 +68,6 @@ class TlsSession {
   // Like sendmsg, with errno. Bytes that are encrypted but not taken by the kernel count as not
   // written: as after any EAGAIN, the next write begins with the same bytes.
   ssize_t Write(absl::Span<const iovec> parts);
-  // Some bytes of the last write are encrypted and not written: the next write begins with them.
-  bool HasUnfinishedWrite() const;
   // Tells the peer that no more bytes follow, if the kernel takes it now.
   void SendEnd();
   // The descriptor is about to be closed. Reads and writes fail from here on.

@@ -49,6 +49,7 @@ class HealthService::WatchCall final : public PlainCall {
     }
     Look();
   }
+  int64_t kept_bytes() const override { return static_cast<int64_t>(service_->capacity()); }
   void OnGone() override { health_->Forget(this); }
 
   HealthService* const health_;
@@ -67,8 +68,9 @@ void HealthService::Register(Registry* registry) {
   registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
     return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
   });
-  registry->Add(std::string(kWatch.path),
-                [this](http2::Stream* stream) { return std::make_shared<WatchCall>(stream, this); });
+  registry->Add(std::string(kWatch.path), [this](http2::Stream* stream) {
+    return std::make_shared<WatchCall>(stream, this);
+  });
 }
 
 void HealthService::Set(const std::string& service, bool serving) {

@@ -18,8 +18,8 @@ using google::protobuf::DescriptorPool;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::FileDescriptor;
 
-constexpr PlainMethod kInfo = {
-    .path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", .client_streams = true};
+constexpr PlainMethod kInfo = {.path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                               .client_streams = true};
 constexpr PlainMethod kInfoAlpha = {
     .path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     .client_streams = true};

@@ -13,7 +13,7 @@ std::shared_ptr<ServerCall> Registry::Start(http2::Stream* stream,
   const std::string_view path = stream->headers().Find(":path");
   const auto make = methods_.find(absl::string_view(path.data(), path.size()));
   if (make == methods_.end()) {
-    EndStream(stream, absl::UnimplementedError("unknown service or method"), tracker, nullptr);
+    EndStream(stream, absl::UnimplementedError(unknown_), tracker, nullptr);
     return nullptr;
   }
   std::shared_ptr<ServerCall> call = make->second(stream);

@@ -20,6 +20,10 @@ class Registry {
   // Makes the call of a stream, which Start has not seen.
   using Make = std::function<std::shared_ptr<ServerCall>(http2::Stream* stream)>;
 
+  // `unknown`: what a caller of another path is told.
+  explicit Registry(std::string unknown = "unknown service or method")
+      : unknown_(std::move(unknown)) {}
+
   // `path`: "/logitd.v1.Sampler/TopK".
   void Add(std::string path, Make make) { methods_[std::move(path)] = std::move(make); }
   // Starts the call of a stream whose header list is there. Null: the stream has been ended, because it
@@ -27,6 +31,7 @@ class Registry {
   std::shared_ptr<ServerCall> Start(http2::Stream* stream, const CallTracker& tracker) const;
 
  private:
+  const std::string unknown_;
   absl::flat_hash_map<std::string, Make> methods_;
 };
 

@@ -10,8 +10,9 @@
 #include "kernels/usable_cores.h"
 #include "server/engine/devices.h"
 #include "server/ops/ops.h"
-#include "server/rpc/health_service.h"
 #include "server/rpc/heads_service.h"
+#include "server/rpc/health_service.h"
+#include "server/rpc/probe_server.h"
 #include "server/rpc/reflection_service.h"
 #include "server/rpc/registry.h"
 #include "server/rpc/ring_service.h"
@@ -76,7 +77,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
-        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops),
+        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1),
         turn_jobs_(engine, options.loops),
         environment_{.admission = admission,
                      .engine = engine,
@@ -96,6 +97,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
               environment_),
         health_(environment_),
+        probes_(tracker_, options.loops, &health_),
         server_(ServerOptionsOf(options), this) {
     services_ = RegisterOps(environment_, &registry_);
     heads_.Register(&registry_);
@@ -113,10 +115,12 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
     }
     SetServing(true);
     server_.Start();
-    return absl::OkStatus();
+    if (options.probe_listen.empty()) return absl::OkStatus();
+    return probes_.Listen(options.probe_listen, options.socket_mode);
   }
 
   const std::vector<std::string>& listening() const override { return server_.listening(); }
+  const std::vector<std::string>& probes_listening() const override { return probes_.listening(); }
 
   void SetServing(bool serving) override {
     health_.Set("", serving);
@@ -148,7 +152,10 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
 
   void RefuseConnections(bool refuse) override { server_.Refuse(refuse); }
 
-  void Shutdown() override { server_.Shutdown(); }
+  void Shutdown() override {
+    server_.Shutdown();
+    probes_.Shutdown();
+  }
 
  private:
   static http2::ServerOptions ServerOptionsOf(const RpcServerOptions& options) {
@@ -199,6 +206,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   HeadsService heads_;
   ServerService info_;
   HealthService health_;
+  ProbeServer probes_;
   http2::Server server_;  // ends first: its loops use the others
 };
 

@@ -29,6 +29,7 @@ namespace logitd::rpc {
 struct RpcServerOptions {
   std::vector<std::string> listen;    // "host:port" (port 0 picks one) or "unix:PATH"
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
+  std::vector<std::string> probe_listen;  // see ProbeServer; may be empty
   std::string version;
   std::string grpc_version;
   int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it
@@ -36,12 +37,12 @@ struct RpcServerOptions {
   std::string remote_listen;                            // see HeadsService
   absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
-  int loops = 1;                 // event loops, one thread each
-  http2::Limits limits;          // of a connection
+  int loops = 1;                                        // event loops, one thread each
+  http2::Limits limits;                                 // of a connection
   int64_t max_connections = 1024;
   int64_t max_connection_bytes = int64_t{256} << 20;  // http2::ServerOptions::max_held_bytes
   std::shared_ptr<door::DoorMetrics> door_metrics;    // null: none
-  std::shared_ptr<const door::TlsSource> tls;  // null: no TLS
+  std::shared_ptr<const door::TlsSource> tls;         // null: no TLS
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
   const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server
@@ -70,6 +71,7 @@ class RpcServer {
 
   // The addresses of the options, with the ports that were bound.
   virtual const std::vector<std::string>& listening() const = 0;
+  virtual const std::vector<std::string>& probes_listening() const = 0;
 
   // Sets what grpc.health.v1 answers for the server and for each service, and for "logitd.device.N"
   // of each device: a lost one is never serving.
@@ -89,7 +91,6 @@ class RpcServer {
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;
 
-  // Bytes of all connections since the start.
   virtual http2::Traffic traffic() const = 0;
 
   // While true, new connections are closed at once.

@@ -134,7 +134,7 @@ TEST_F(LimitsTest, AMessageTooLargeForTheServerIsNotSentAgain) {
               {.rows = 1000, .vocab = 100, .logits = {ViewOf(logits)}, .params = TopKParams({1})})
           .status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("message: got 40"));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("logitd-payload-bytes: got \"40"));
   EXPECT_THAT(std::string(refused.message()), Not(HasSubstr("attempts"))) << "tried again";
 }
 

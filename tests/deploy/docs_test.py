@@ -76,7 +76,7 @@ class DocsTest(unittest.TestCase):
             server = Logitd(pathlib.Path(name), "server")
             memory = stated_memory(server.log)
             self.assertEqual(server.stop(), 0)
-        parts = [memory[part] for part in ("slabs", "messages", "their scratch", "process")]
+        parts = [memory[part] for part in ("slabs", "messages", "connections", "their scratch", "process")]
         rest = memory["sum"] - memory["heads"]
         share = 1 / round(memory["usable"] / memory["heads"])  # of any memory, by default
         with_heads = round(rest / (1 - share))

@@ -581,36 +581,12 @@ TEST(AttentionStreamTest, ACancelledStreamFreesEverything) {
 
 // --- peers that do not read their answers
 
-constexpr const char* kSoftmaxMethod = "/logitd.v1.Attention/Softmax";
-
-// A call whose answer is never read. Its peer is alive and takes only what gRPC reads by itself.
-class UnreadCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
- public:
-  UnreadCall(const std::string& address, const v1::AttentionSoftmaxRequest& request)
-      : stub_(Connect(address)), request_(ToBuffer(request.SerializeAsString())) {
-    stub_.PrepareBidiStreamingCall(&context_, kSoftmaxMethod, {}, this);
-    StartWriteLast(&request_, grpc::WriteOptions());
-    StartCall();
-  }
-  ~UnreadCall() override {
-    context_.TryCancel();
-    ended_.WaitForNotification();
-  }
-
- private:
-  void OnDone(const grpc::Status&) override { ended_.Notify(); }
-
-  grpc::GenericStub stub_;
-  grpc::ClientContext context_;
-  const grpc::ByteBuffer request_;
-  absl::Notification ended_;
-};
-
 TEST(AttentionPeerTest, PeersThatDoNotReadDoNotStopOthersAndAreCutOff) {
-  ServerProcess server({"--receive-timeout=3s", "--streams=1"});
-  const v1::AttentionSoftmaxRequest request = Random(v1::DTYPE_F32, 1, 1, 2000, 4096, 1);
+  ServerProcess server({"--receive-timeout=8s", "--streams=1"});
+  const grpc::ByteBuffer request =
+      ToBuffer(Random(v1::DTYPE_F32, 1, 1, 2000, 4096, 1).SerializeAsString());
   std::deque<UnreadCall> unread;
-  for (int i = 0; i < 3; ++i) unread.emplace_back(server.tcp(), request);
+  for (int i = 0; i < 3; ++i) unread.emplace_back(server.tcp(), kSoftmax, request);
   ASSERT_TRUE(server.WaitForMetric(Requests("OK", "attention_softmax"), '=', 3));
   // Two slabs, one stream: one answer stays in its slab, the other two are copied out.
   EXPECT_EQ(server.Metric("logitd_slabs_kept"), 1);
@@ -627,8 +603,9 @@ TEST(AttentionPeerTest, PeersThatDoNotReadDoNotStopOthersAndAreCutOff) {
 
 TEST(AttentionPeerTest, AnAnswerThatIsBeingSentDoesNotDelayTheEnd) {
   ServerProcess server({"--drain-grace=200ms"});
-  const v1::AttentionSoftmaxRequest request = Random(v1::DTYPE_F32, 1, 1, 2000, 4096, 1);
-  UnreadCall call(server.tcp(), request);
+  const grpc::ByteBuffer request =
+      ToBuffer(Random(v1::DTYPE_F32, 1, 1, 2000, 4096, 1).SerializeAsString());
+  UnreadCall call(server.tcp(), kSoftmax, request);
   ASSERT_TRUE(server.WaitForMetric("logitd_slabs_kept", '=', 1));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();

@@ -184,8 +184,7 @@ TEST_F(BareTest, AMessageMarkedAsCompressedIsNeverReadAsPlain) {
         peer.SendHeaders(method, {{"grpc-encoding", encoding}});
       }
       peer.SendMessage(size, request, /*end_stream=*/true, /*marked_compressed=*/true);
-      EXPECT_TRUE(peer.WaitForText("marked as compressed", absl::Seconds(5)))
-          << method << " " << encoding;
+      EXPECT_TRUE(peer.WaitForText("marked as compressed", kPatience)) << method << " " << encoding;
     }
   }
 }
@@ -195,7 +194,7 @@ TEST_F(BareTest, ATruncatedMessageIsCalledSo) {
     BarePeer peer(server_->port());
     peer.SendHeaders(method);
     peer.SendMessage(5000, "\x10\x01", /*end_stream=*/true);
-    EXPECT_TRUE(peer.WaitForText("truncated", absl::Seconds(5))) << method;
+    EXPECT_TRUE(peer.WaitForText("truncated", kPatience)) << method;
   }
 }
 
@@ -205,7 +204,7 @@ TEST_F(BareTest, ADeadlineOfManyThousandYearsIsNone) {
     BarePeer peer(server_->port());
     peer.SendHeaders(kTopK, {{"grpc-timeout", timeout}});
     peer.SendMessage(static_cast<uint32_t>(request.size()), request, /*end_stream=*/true);
-    EXPECT_TRUE(peer.WaitForFrame(kData, absl::Seconds(5))) << timeout;  // the answer
+    EXPECT_TRUE(peer.WaitForFrame(kData, kPatience)) << timeout;  // the answer
   }
 }
 
@@ -459,7 +458,7 @@ TEST(MemoryTest, ACallEndsWhenItsMessageSaysThatItIsTooLarge) {
     peer.SendHeaders(kTopK, {}, stream);
     peer.SendMessage(4294967295, std::string(1000, 'x'), /*end_stream=*/false,
                      /*marked_compressed=*/false, stream);
-    EXPECT_TRUE(peer.WaitForText(text, absl::Seconds(5))) << stream;
+    EXPECT_TRUE(peer.WaitForText(text, kPatience)) << stream;
   }
   EXPECT_EQ(server.Metric("logitd_messages_too_large_total"), 3);
   EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
@@ -511,17 +510,15 @@ TEST(WaitingTest, ADeadlineEndsACallInTheLine) {
   ServerProcess server(kRoomForOne);
   const auto channel = Connect(server.tcp());
   AdmittedCall holder(server, channel);
-  const absl::Time start = absl::Now();
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(start + absl::Milliseconds(100)));
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Milliseconds(100)));
   const grpc::Status status = TopKInAllTheRoom(channel, &context);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
   EXPECT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 0));
 }
 
 TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
-  ServerProcess server(With(kRoomForOne, {"--receive-timeout=300ms"}));
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=3s"}));
   const auto channel = Connect(server.tcp());
   AdmittedCall stalls(server, channel);
   EXPECT_TRUE(TopKInAllTheRoom(channel, Context().get()).ok());  // waits for the room
@@ -529,7 +526,7 @@ TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
   EXPECT_FALSE(stalls.Read(&answer));
   const grpc::Status status = stalls.Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_THAT(status.error_message(), HasSubstr("300ms"));
+  EXPECT_THAT(status.error_message(), HasSubstr("3s"));
 }
 
 TEST(WaitingTest, APeerThatStopsInAMessageLosesItsRoom) {
@@ -538,7 +535,7 @@ TEST(WaitingTest, APeerThatStopsInAMessageLosesItsRoom) {
   peer.SendHeaders(kTopK);
   peer.SendMessage(5000, "\x10\x01", /*end_stream=*/false);
   ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 0));
-  EXPECT_TRUE(peer.WaitForFrame(kHeaders, absl::Seconds(5)));
+  EXPECT_TRUE(peer.WaitForFrame(kHeaders, kPatience));
   EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
@@ -550,7 +547,7 @@ TEST(WaitingTest, APeerThatTakesNoAnswerIsCutOff) {
   peer.SendMessage(static_cast<uint32_t>(request.size()), request, /*end_stream=*/true);
   ASSERT_TRUE(server.WaitForMetric(Requests("OK"), '=', 1));
   EXPECT_GT(server.Metric(kHeldBytes), 0);  // the answer waits for the peer
-  EXPECT_TRUE(peer.WaitForFrame(kReset, absl::Seconds(5)));
+  EXPECT_TRUE(peer.WaitForFrame(kReset, kPatience));
   EXPECT_TRUE(server.WaitForMetric(kHeldBytes, '=', 0));
 }
 
@@ -560,7 +557,7 @@ TEST(WaitingTest, TruncatedMessagesAndLostPeersFreeTheirRoom) {
     BarePeer truncated(server.port());
     truncated.SendHeaders(kTopK);
     truncated.SendMessage(5000, "\x10\x01", /*end_stream=*/true);
-    EXPECT_TRUE(truncated.WaitForFrame(kHeaders, absl::Seconds(5)));  // trailers
+    EXPECT_TRUE(truncated.WaitForFrame(kHeaders, kPatience));  // trailers
   }
   for (int i = 0; i < 10; ++i) {
     BarePeer vanishes(server.port());

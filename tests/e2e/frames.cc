@@ -71,8 +71,7 @@ bool FrameReader::TakeFrame(ServerFrame* frame) {
   return true;
 }
 
-bool FrameReader::Find(absl::FunctionRef<bool(const ServerFrame&)> wanted,
-                       absl::Duration timeout) {
+bool FrameReader::Find(absl::FunctionRef<bool(const ServerFrame&)> wanted, absl::Duration timeout) {
   const absl::Time end = absl::Now() + timeout;
   while (true) {
     ServerFrame frame;

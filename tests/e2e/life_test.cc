@@ -58,18 +58,18 @@ TEST(LifeTest, ADrainFinishesAdmittedCallsAndRefusesOthers) {
   v1::TopKResponse response;
   ASSERT_TRUE(response.ParseFromString(ToString(answer)));
   ExpectRight(logits, 1, {3}, {}, response);
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
 }
 
 TEST(LifeTest, ASecondSignalEndsTheDrain) {
-  ServerProcess server(kRoomForOne);
+  ServerProcess server(With(kRoomForOne, {"--drain-grace=1h"}));
   const auto channel = Connect(server.tcp());
   AdmittedCall stalls(server, channel);
   server.Signal(SIGINT);
   ASSERT_TRUE(server.WaitForMetric("logitd_draining", '=', 1));
   EXPECT_FALSE(server.Wait(absl::Milliseconds(300)).has_value()) << "did not wait for the call";
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
 }
 
 TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
@@ -79,7 +79,7 @@ TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
   ASSERT_TRUE(waits.Write(ToBuffer(Request({1, 2}, 1, 1).SerializeAsString()), /*last=*/true));
   ASSERT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 1));
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));
   EXPECT_EQ(waits.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
@@ -93,17 +93,15 @@ TEST(LifeTest, MessagesThatNeverArriveGetATenthOfTheGrace) {
     peers.back()->SendMessage(64 << 20, "\x10\x01", /*end_stream=*/false);
   }
   ASSERT_TRUE(server.WaitForMetric(kHeldBytes, '>', 670'000'000));  // all ten: 64 MiB each
-  const absl::Time start = absl::Now();
   server.Signal(SIGTERM);
-  EXPECT_TRUE(peers[0]->WaitForText("draining and did not receive the message within 800ms",
-                                    absl::Seconds(6)));
-  EXPECT_EQ(server.Wait(absl::Seconds(6)), 0) << server.Log();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  EXPECT_TRUE(
+      peers[0]->WaitForText("draining and did not receive the message within 800ms", kPatience));
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
 }
 
 TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
-  ServerProcess server;
+  ServerProcess server({"--drain-grace=10m"});
   GenericCall watch(Connect(server.tcp()), "/grpc.health.v1.Health/Watch");
   ASSERT_TRUE(watch.Start());
   ASSERT_TRUE(watch.Write(ToBuffer(""), /*last=*/true));
@@ -113,7 +111,7 @@ TEST(LifeTest, HealthWatchersSeeTheDrainAndDoNotDelayIt) {
   server.Signal(SIGTERM);
   ASSERT_TRUE(watch.Read(&answer));
   EXPECT_EQ(ToString(answer), "\x08\x02");
-  EXPECT_EQ(server.Wait(absl::Seconds(5)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
 }
 
 TEST(LifeTest, ADrainUnderLoadAnswersEveryCall) {
@@ -140,7 +138,7 @@ TEST(LifeTest, ADrainUnderLoadAnswersEveryCall) {
   absl::SleepFor(absl::Milliseconds(300));
   server.Signal(SIGTERM);
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
   EXPECT_GT(ok.load(), 0);
   EXPECT_EQ(refused.load(), 4);
   EXPECT_THAT(server.Log(), HasSubstr(" 0 calls cut short"));
@@ -167,7 +165,7 @@ TEST(LifeTest, CallsThatComeAtTheEndAreUnavailable) {
   }
   absl::SleepFor(absl::Milliseconds(100));
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(10)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
   over = true;
   for (std::thread& thread : threads) thread.join();
   EXPECT_THAT(server.Log(), Not(HasSubstr("warn")));
@@ -213,9 +211,9 @@ TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
     const std::string_view half = "GET /metrics HTTP/1.1\r\nHost:";
     send(peers.back(), half.data(), half.size(), MSG_NOSIGNAL);
   }
-  const absl::Time start = absl::Now();
   EXPECT_EQ(server.Metric("logitd_draining"), 0);
-  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+  char byte;
+  EXPECT_EQ(recv(peers.back(), &byte, 1, MSG_DONTWAIT), -1) << "the scrape waited for its end";
   for (const int fd : peers) close(fd);
 }
 
@@ -234,7 +232,7 @@ TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
     for (int i = 0; i < 300; ++i) {  // each end has a line, if the limit allows it
       RawPeer broken(server.port());
       broken.Send(Frame(kData, 0, /*stream=*/1, forged));
-      EXPECT_TRUE(broken.EndsWithin(absl::Seconds(5)));
+      EXPECT_TRUE(broken.EndsWithin(kPatience));
     }
     EXPECT_TRUE(
         server.WaitForMetric("logitd_log_lines_suppressed_total{source=\"connections\"}", '>', 0));

@@ -135,6 +135,19 @@ grpc::Status GenericCall::Unary(const grpc::ByteBuffer& message, grpc::ByteBuffe
   return Finish();
 }
 
+UnreadCall::UnreadCall(const std::string& address, const std::string& method,
+                       const grpc::ByteBuffer& request)
+    : stub_(Connect(address)), request_(request) {
+  stub_.PrepareBidiStreamingCall(&context_, method, {}, this);
+  StartWriteLast(&request_, grpc::WriteOptions());
+  StartCall();
+}
+
+UnreadCall::~UnreadCall() {
+  context_.TryCancel();
+  ended_.WaitForNotification();
+}
+
 struct ManyCalls::Call {
   explicit Call(const std::shared_ptr<grpc::Channel>& channel) : stub(channel) {}
   grpc::GenericStub stub;

@@ -16,6 +16,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "logitd/v1/sampler.pb.h"
 #include "tests/e2e/frames.h"
@@ -23,6 +24,7 @@
 namespace logitd::e2e {
 
 inline constexpr const char* kTopK = "/logitd.v1.Sampler/TopK";
+inline constexpr const char* kSoftmax = "/logitd.v1.Attention/Softmax";
 
 // Samples of the metrics page.
 inline constexpr const char* kHeldBytes = "logitd_held_bytes";
@@ -89,6 +91,23 @@ class GenericCall {
   grpc::CompletionQueue queue_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
   bool finished_ = false;
+};
+
+// A unary call on its own connection whose answer is never read. Its peer is alive and takes only what
+// gRPC reads by itself. The destructor cancels it.
+class UnreadCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  UnreadCall(const std::string& address, const std::string& method,
+             const grpc::ByteBuffer& request);
+  ~UnreadCall() override;
+
+ private:
+  void OnDone(const grpc::Status&) override { ended_.Notify(); }
+
+  grpc::GenericStub stub_;
+  grpc::ClientContext context_;
+  const grpc::ByteBuffer request_;
+  absl::Notification ended_;
 };
 
 // Many unary calls at the same time, each on its own connection.

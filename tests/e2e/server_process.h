@@ -14,6 +14,9 @@
 
 namespace logitd::e2e {
 
+// The most that a test waits for what must come, beside other work.
+inline constexpr absl::Duration kPatience = absl::Seconds(30);
+
 // The result of a run of the binary.
 struct Ended {
   int exit_code = -1;
@@ -62,7 +65,7 @@ class ServerProcess {
   double Metric(const std::string& sample) const;
   // True when the sample is equal to ('=') or above ('>') `value`. False after `timeout`.
   bool WaitForMetric(const std::string& sample, char what, double value,
-                     absl::Duration timeout = absl::Seconds(10)) const;
+                     absl::Duration timeout = kPatience) const;
 
   std::string Log() const;
 

@@ -154,7 +154,7 @@ TEST(SlicesTest, ADeviceThatHangsEndsTheProcessWithThree) {
   const HangingDevice hangs(&server);
   if (!hangs.permitted()) GTEST_SKIP() << "ptrace is not permitted";
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(20)), 3) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 3) << server.Log();
   EXPECT_THAT(server.Log(),
               ::testing::ContainsRegex("the process ends: a batch of linear_topk with 65536 rows "
                                        "has been on the device for ([5-9]|[1-9][0-9]|[0-9]+m)"));
@@ -167,16 +167,14 @@ TEST(SlicesTest, CallsWithoutACallerGiveTheDeviceBackAtOnce) {
   LongCalls calls(server, 2);
 
   // A short call comes in between.
-  const absl::Time start = absl::Now();
   EXPECT_TRUE(SmallTopK(Connect(server.tcp())).ok());
-  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
-  EXPECT_TRUE(server.WaitForMetric("logitd_slabs_in_use", '=', 2, absl::Seconds(1)));
+  EXPECT_TRUE(server.WaitForMetric("logitd_slabs_in_use", '=', 2));
 
   calls.Leave();
-  EXPECT_TRUE(server.WaitForMetric("logitd_slabs_in_use", '=', 0, absl::Seconds(2)));
+  EXPECT_TRUE(server.WaitForMetric("logitd_slabs_in_use", '=', 0));
   EXPECT_EQ(server.Metric("logitd_stopped_total{op=\"linear_topk\"}"), 2);
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(3)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
 }
 
 TEST(SlicesTest, TheEndOfTheGraceEndsWorkThatRuns) {
@@ -184,7 +182,7 @@ TEST(SlicesTest, TheEndOfTheGraceEndsWorkThatRuns) {
   ServerProcess server({head.flag(), "--drain-grace=200ms"});
   LongCalls calls(server, 2);
   server.Signal(SIGTERM);
-  EXPECT_EQ(server.Wait(absl::Seconds(4)), 0) << server.Log();
+  EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
 }
 
 }  // namespace

@@ -292,14 +292,10 @@ TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeerLater) {
 
 TEST_F(ConnectionTest, APeerThatEndsSoonAfterItsAnswerIsNotReset) {
   Open();
-  Send(client_->Headers(1, Request("/hold")));
-  Send(client_->Headers(3, Request("/hold")));
+  for (const int32_t id : {1, 3}) Send(client_->Headers(id, Request("/hold")));
   for (const auto& echo : echoes_) echo->Answer();
-  Run();
   Send(RawClient::Data(1, "late", true));
   EXPECT_EQ(echoes_[0]->closed(), Closed::kEnded);
-  EXPECT_EQ(echoes_[0]->times_closed(), 1);
-  EXPECT_EQ(echoes_[1]->times_closed(), 0);
   Pass(times_.stop + absl::Milliseconds(2));
   EXPECT_EQ(AnswerOf(1).reset, std::nullopt);
   EXPECT_EQ(AnswerOf(3).reset, uint32_t{NGHTTP2_NO_ERROR});
@@ -442,10 +438,10 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   Open();
   int32_t id = 1;
   for (int i = 0; i < 10; ++i, id += 2) {
-    for (int ping = 0; ping < 4; ++ping) Send(RawClient::Ping());
-    Call(id);
+    for (int ping = 0; ping < 3; ++ping) Send(RawClient::Ping());
+    Call(id);  // the answer's three frames allow three more
   }
-  for (int i = 0; i < 4; ++i) Send(RawClient::Ping());
+  for (int i = 0; i < 10; ++i) Send(RawClient::Ping());
   for (int i = 0; i < 5; ++i) {  // one in five seconds
     Pass(absl::Seconds(5));
     Send(RawClient::Ping());
@@ -455,26 +451,26 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   EXPECT_EQ(cut_, Cut::kPings);
 }
 
-// gRPC's C core sends them when a call is cancelled before its header list is sent.
-TEST_F(ConnectionTest, ResetsOfStreamsThatNeverBeganAreLeftOutHoweverTheyArrive) {
-  for (size_t part = 1; part < 40; ++part) {
-    cut_.reset();
-    Connect();
-    std::string bytes = NGHTTP2_CLIENT_MAGIC;
-    bytes += testing::Encoded({.type = NGHTTP2_SETTINGS});
-    bytes += testing::Encoded(client_->Headers(1, Request("/echo")));
-    bytes += testing::Encoded(RawClient::Reset(3));
-    bytes += testing::Encoded(RawClient::Data(1, "hello", true));
-    bytes += testing::Encoded(RawClient::Reset(3)) + testing::Encoded(RawClient::Reset(5));
-    bytes += testing::Encoded(client_->Headers(7, Request("/echo"), true));
-    for (size_t at = 0; at < bytes.size(); at += part) Send(bytes.substr(at, part));
-    EXPECT_EQ(AnswerOf(1).body, "hello") << part;
-    EXPECT_TRUE(AnswerOf(7).ended) << part;
-    Call(9);
-    EXPECT_EQ(cut_, std::nullopt);
-    connection_->Close();
-    answers_.clear();
+// As gRPC's clients do that keep a connection alive through what drops silent ones.
+TEST_F(ConnectionTest, APingEveryTenSecondsOfSilenceIsWelcome) {
+  Open();
+  for (int i = 0; i < 200; ++i) {
+    Pass(absl::Seconds(10));
+    Send(RawClient::Ping());
+    ASSERT_EQ(cut_, std::nullopt) << i;
   }
+  EXPECT_THAT(TakeFrames(NGHTTP2_PING), SizeIs(200));
+}
+
+TEST_F(ConnectionTest, MessagesInEmptyFramesCutIt) {
+  limits_.tiny_frames = 20;
+  limits_.tiny_rate = 0;
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  for (int i = 0; i < 20; ++i) Send(RawClient::Data(1, ""));
+  ASSERT_EQ(cut_, std::nullopt);
+  Send(RawClient::Data(1, ""));
+  EXPECT_EQ(cut_, Cut::kTinyFrames);
 }
 
 TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
@@ -485,6 +481,7 @@ TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
       {.type = NGHTTP2_PRIORITY, .stream = 1, .payload = std::string(5, '\0')},
       RawClient::Window(0, 1),
       RawClient::Reset(7),  // of a stream that has not begun
+      {.type = NGHTTP2_PING, .flags = NGHTTP2_FLAG_ACK, .payload = std::string(8, 'x')},
       {.type = 0xfa, .stream = 5, .payload = "unknown"}};
   for (const Frame& kind : kinds) {
     cut_.reset();
@@ -654,6 +651,24 @@ TEST_F(ConnectionTest, BodiesThatNobodyAskedForHaveALimit) {
   echoes_[0]->stream()->ReleaseEarly();
   EXPECT_TRUE(echoes_[1]->stream()->HoldEarly(60));
   Send(RawClient::Reset(3));
+  EXPECT_EQ(connection_->account().early, 0);
+}
+
+// Messages that were not admitted, and what is kept of them.
+TEST_F(ConnectionTest, WhatOwnersHoldHasTheSameLimit) {
+  limits_.max_early_bytes = 100;
+  Open();
+  for (const int32_t id : {1, 3}) Send(client_->Headers(id, Request("/hold")));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldEarly(30));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldOther(50));
+  EXPECT_FALSE(echoes_[1]->stream()->HoldOther(30));
+  EXPECT_TRUE(echoes_[0]->stream()->HoldOther(40)) << "in its place";
+  EXPECT_TRUE(echoes_[1]->stream()->HoldOther(30));
+  EXPECT_EQ(connection_->account().early, 100);
+  echoes_[0]->stream()->ReleaseEarly();
+  EXPECT_TRUE(echoes_[1]->stream()->HoldOther(0));
+  EXPECT_EQ(connection_->account().early, 40);
+  Send(RawClient::Reset(1));
   EXPECT_EQ(connection_->account().early, 0);
 }
 

@@ -271,6 +271,23 @@ TEST(Rfc9113Frames, Section3_4_ThePrefaceMayComeInBytes) {
   EXPECT_TRUE(peer.Answered(kStream));
 }
 
+// gRPC's C core sends them when a call is cancelled before its header list is sent.
+TEST(Rfc9113Frames, Section5_1_ResetsOfStreamsThatNeverBeganAreLeftOutHoweverTheyArrive) {
+  for (size_t part = 1; part < 40; ++part) {
+    Peer peer;
+    std::string bytes = kMagic + Encoded({.type = NGHTTP2_SETTINGS});
+    bytes += Encoded(peer.Headers(Request("/echo"), /*ends=*/false));
+    bytes += Encoded(RawClient::Reset(3));
+    bytes += Encoded(RawClient::Data(kStream, "hello", true));
+    bytes += Encoded(RawClient::Reset(3)) + Encoded(RawClient::Reset(5));
+    bytes += Encoded(peer.Headers(Request("/echo"), /*ends=*/true, 7));
+    for (size_t at = 0; at < bytes.size(); at += part) peer.Send(bytes.substr(at, part));
+    EXPECT_EQ(peer.BodyOf(kStream), "hello") << part;
+    EXPECT_TRUE(peer.Answered(7)) << part;
+    EXPECT_FALSE(peer.closed());
+  }
+}
+
 // A client that has not read the setting yet may try again elsewhere; one that has breaks the protocol.
 TEST(Rfc9113Frames, Section5_1_2_StreamsBeyondTheSettingAreRefused) {
   Peer early(/*max_streams=*/2);

@@ -1,13 +1,17 @@
 // A server with its loops, and clients that speak frames to it.
 #include "server/http2/server.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <openssl/ssl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -18,6 +22,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/door/openssl.h"
+#include "tests/certificates.h"
 #include "tests/http2/echo.h"
 #include "tests/http2/raw_client.h"
 
@@ -59,6 +65,7 @@ class ServerTest : public ::testing::Test, public ServerEvents {
   void OnOpen(int64_t open) override { open_ = open; }
   void OnRefused() override { ++refused_; }
   void OnCut(Cut cut) override { cut_ = cut; }
+  void OnHandshake(HandshakeEnd end) override { ++handshakes_[static_cast<size_t>(end)]; }
 
   std::unique_ptr<RawClient> Connect() {
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -103,6 +110,7 @@ class ServerTest : public ::testing::Test, public ServerEvents {
   std::atomic<int64_t> open_ = 0;
   std::atomic<int> refused_ = 0;
   std::atomic<Cut> cut_ = Cut::kNone;
+  std::array<std::atomic<int>, kHandshakeEndNames.size()> handshakes_ = {};
   std::unique_ptr<Server> server_;
 };
 
@@ -137,6 +145,45 @@ TEST_F(ServerTest, RefusesMoreConnectionsThanItsLimit) {
   EXPECT_EQ(Call(*Connect(), 1), "hello");
 }
 
+int ConnectTcp(const std::string& address) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in to = {.sin_family = AF_INET,
+                    .sin_port = htons(std::stoi(address.substr(address.rfind(':') + 1)))};
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
+  return fd;
+}
+
+TEST_F(ServerTest, SilentPeersDoNotEndAHandshakeThatHasBegun) {
+  const logitd::testing::Authority authority;
+  const logitd::testing::Issued own = authority.IssueServer();
+  const auto tls = std::make_shared<door::TlsSource>();
+  ASSERT_TRUE(tls->Set({.certificate = own.certificate, .key = own.key}).ok());
+  server_ = std::make_unique<Server>(ServerOptions{.max_handshakes = 2, .tls = tls}, this);
+  ASSERT_TRUE(server_->Listen({"127.0.0.1:0"}, std::nullopt).ok());
+  server_->Start();
+
+  const int begun = ConnectTcp(server_->listening()[0]);
+  const door::OwnedContext context(SSL_CTX_new(TLS_client_method()));
+  SSL_CTX_set_alpn_protos(context.get(), reinterpret_cast<const unsigned char*>("\2h2"), 3);
+  const door::OwnedSsl client(SSL_new(context.get()));
+  SSL_set_fd(client.get(), begun);
+  fcntl(begun, F_SETFL, O_NONBLOCK);
+  ASSERT_EQ(SSL_connect(client.get()), -1);  // the hello is sent
+  pollfd answer = {begun, POLLIN, 0};
+  ASSERT_EQ(poll(&answer, 1, 20'000), 1);
+
+  const int first = ConnectTcp(server_->listening()[0]);
+  const int second = ConnectTcp(server_->listening()[0]);
+  char byte;
+  EXPECT_EQ(recv(first, &byte, 1, 0), 0) << "the silent one gave its place";
+  EXPECT_EQ(handshakes_[static_cast<size_t>(HandshakeEnd::kEvicted)], 1);
+  EXPECT_TRUE(Becomes([&] { return SSL_connect(client.get()) == 1; }));
+  EXPECT_TRUE(Becomes([&] { return handshakes_[static_cast<size_t>(HandshakeEnd::kOk)] == 1; }));
+  for (const int fd : {begun, first, second}) close(fd);
+  EXPECT_TRUE(Becomes([&] { return open_ == 0; }));
+}
+
 TEST_F(ServerTest, RefusesWhileItIsTold) {
   Start({});
   auto before = Connect();
@@ -155,13 +202,13 @@ TEST_F(ServerTest, WhileTooMuchIsHeldTheStillestConnectionIsCut) {
   auto holder = Connect();
   // Less than the rest of the limit, and more than an eighth below it.
   int32_t stream = 1;
-  for (int i = 0; i < 15; ++i, stream += 2) {
+  for (int i = 0; i < 14; ++i, stream += 2) {
     ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
     ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(60'000, 'x'))));
     EXPECT_TRUE(Becomes([&] { return server_->traffic().received > (i + 1) * 60'000; }));
   }
   ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
-  ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(20'000, 'x'))));
+  ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(60'000, 'x'))));
   EXPECT_TRUE(Ends(*holder));
   EXPECT_EQ(cut_, Cut::kMemory);
   EXPECT_EQ(Call(*honest, 3), "hello");

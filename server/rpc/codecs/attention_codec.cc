@@ -383,8 +383,8 @@ EncodedMessage AttentionCodec::Encode(const engine::JobAnswer& answer, const Cal
   const bool shared = output_.arena != nullptr;
   const absl::Span<const std::byte> large =
       answer.Out(backward() ? ops::kAttentionBackwardDScores : ops::kAttentionProbs);
-  EncodedMessage head =
-      EncodedMessage::Make(answer_bytes_ - static_cast<int64_t>(large.size()), [&](WireWriter& writer) {
+  EncodedMessage head = EncodedMessage::Make(
+      answer_bytes_ - static_cast<int64_t>(large.size()), [&](WireWriter& writer) {
         WriteHead(writer, call_,
                   answer.Out(backward() ? ops::kAttentionBackwardStatus : ops::kAttentionStatus));
         if (backward()) {
@@ -404,8 +404,7 @@ EncodedMessage AttentionCodec::Encode(const engine::JobAnswer& answer, const Cal
   if (answer.keep != nullptr) {
     head.Append({large, answer.keep});
   } else {  // the slab takes the next batch
-    head.Append(EncodedMessage::Copy(
-        {reinterpret_cast<const char*>(large.data()), large.size()}));
+    head.Append(EncodedMessage::Copy({reinterpret_cast<const char*>(large.data()), large.size()}));
   }
   return head;
 }

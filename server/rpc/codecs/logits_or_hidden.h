@@ -15,8 +15,8 @@
 #include "server/engine/heads.h"
 #include "server/engine/job.h"
 #include "server/rpc/codecs/field_table.h"
-#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/codecs/payload.h"
+#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {

@@ -134,8 +134,8 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
 }
 
 EncodedMessage SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
-  return EncodedMessage::Make(answer_bytes_,
-                      [&](WireWriter& writer) { WriteSampleAnswer(rows_, answer, times, writer); });
+  return EncodedMessage::Make(
+      answer_bytes_, [&](WireWriter& writer) { WriteSampleAnswer(rows_, answer, times, writer); });
 }
 
 }  // namespace logitd::rpc

@@ -27,8 +27,9 @@ std::string Shown(std::string_view text) {
 
 absl::Status CallHeaders::Authorize(ServerCall& call, const door::Identities* identities,
                                     const Access& access, engine::Metrics* metrics) {
-  return Take(rpc::Authorize(call.metadata(), call.connection().peer(), identities, access, metrics),
-              metrics);
+  return Take(
+      rpc::Authorize(call.metadata(), call.connection().peer(), identities, access, metrics),
+      metrics);
 }
 
 absl::Status CallHeaders::AuthorizeUser(uint32_t uid, const std::string& peer,
@@ -84,7 +85,8 @@ absl::Status CallHeaders::Read(ServerCall& call, int64_t max_message_bytes) {
   }
   if (const std::string_view value = metadata.Find(kPayloadBytes); value.data() != nullptr) {
     int64_t bytes = -1;
-    if (!absl::SimpleAtoi(absl::string_view(value.data(), value.size()), &bytes) || bytes < 0 || bytes > max_message_bytes) {
+    if (!absl::SimpleAtoi(absl::string_view(value.data(), value.size()), &bytes) || bytes < 0 ||
+        bytes > max_message_bytes) {
       return absl::InvalidArgumentError(absl::StrFormat(
           "%s: got \"%s\", allowed 0..%d", kPayloadBytes, Shown(value), max_message_bytes));
     }

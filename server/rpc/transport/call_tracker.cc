@@ -9,9 +9,7 @@
 namespace logitd::rpc {
 
 CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops)
-    : peer_timeout_(peer_timeout),
-      retry_delay_(retry_delay),
-      lanes_(static_cast<size_t>(loops)) {}
+    : peer_timeout_(peer_timeout), retry_delay_(retry_delay), lanes_(static_cast<size_t>(loops)) {}
 
 int CallTracker::alive() const {
   int alive = of_rings_.load(std::memory_order_relaxed);
@@ -36,7 +34,8 @@ void CallTracker::Leave(ServerCall* call) {
 
 void CallTracker::ForEach(int loop, absl::FunctionRef<void(ServerCall*)> use) {
   std::vector<std::shared_ptr<ServerCall>> calls;  // `use` may end any of them
-  for (ServerCall* call = lanes_[static_cast<size_t>(loop)].first; call != nullptr; call = call->next_) {
+  for (ServerCall* call = lanes_[static_cast<size_t>(loop)].first; call != nullptr;
+       call = call->next_) {
     calls.push_back(call->shared_from_this());
   }
   for (const auto& call : calls) use(call.get());

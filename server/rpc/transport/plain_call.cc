@@ -17,10 +17,9 @@ void PlainCall::Begin() {
   if (method_.open) return;
   const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
   const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
-  const absl::Status status =
-      Authorize(metadata(), connection().peer(), environment_.identities, access,
-                environment_.metrics)
-          .status();
+  const absl::Status status = Authorize(metadata(), connection().peer(), environment_.identities,
+                                        access, environment_.metrics)
+                                  .status();
   if (!status.ok()) End(status);
 }
 
@@ -32,6 +31,10 @@ void PlainCall::OnMessageSize(size_t bytes) {
     return End(absl::InvalidArgumentError(
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, kMaxMessage)));
   }
+  if (!HoldOther(static_cast<int64_t>(bytes))) {
+    return End(absl::ResourceExhaustedError(
+        "the connection holds as many bytes of calls that wait as it may; retry later"));
+  }
   Grant(bytes);
   const auto memory = std::make_shared<std::string>(bytes, '\0');
   Receive({.bytes = {reinterpret_cast<std::byte*>(memory->data()), bytes}, .keep = memory});
@@ -41,7 +44,15 @@ void PlainCall::OnMessage(MessageMemory message) {
   StopReceiveTimer();
   have_message_ = true;
   OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
-  if (method_.client_streams && !finished()) Grant(0);
+  if (finished() || over()) return;
+  HoldOther(kept_bytes());
+  if (!method_.client_streams) return;
+  Pause(unwritten_ > 0);  // a peer that does not read its answers gets no more of them
+  Grant(0);
+}
+
+void PlainCall::OnWritten() {
+  if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(false);
 }
 
 void PlainCall::OnHalfClose() { OnRequestsEnd(); }
@@ -66,6 +77,7 @@ absl::Status PlainCall::Parse(std::string_view bytes, google::protobuf::MessageL
 }
 
 void PlainCall::Send(const google::protobuf::MessageLite& answer) {
+  ++unwritten_;
   Write(EncodedMessage::Copy(answer.SerializeAsString()));
 }
 
@@ -80,8 +92,8 @@ void PlainCall::End(const absl::Status& status) {
 }
 
 void PlainCall::OnOver() {
-  const bool wanted = method_.client_streams ? environment_.log->WantsStream()
-                                             : environment_.log->Wants(age_ns());
+  const bool wanted =
+      method_.client_streams ? environment_.log->WantsStream() : environment_.log->Wants(age_ns());
   if (!wanted) return;
   environment_.log->Write({.method = method_.path,
                            .peer = peer(),

@@ -21,8 +21,8 @@ struct CallReport;
 
 // What a method of these services is.
 struct PlainMethod {
-  std::string_view path;  // "/logitd.v1.Heads/List"; outlives the calls
-  bool open = false;      // anybody may call it
+  std::string_view path;                          // "/logitd.v1.Heads/List"; outlives the calls
+  bool open = false;                              // anybody may call it
   std::optional<door::Role> role = std::nullopt;  // what it demands; none: any identity
   bool client_streams = false;                    // takes any number of messages
   bool counts = false;                            // ServerCall::counts
@@ -43,6 +43,8 @@ class PlainCall : public ServerCall {
   virtual void OnRequest(std::string_view message) = 0;
   // The peer sends no more. By default a call without a message ends with an error.
   virtual void OnRequestsEnd();
+  // Bytes that the call keeps of its last message.
+  virtual int64_t kept_bytes() const { return 0; }
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
   // INVALID_ARGUMENT: it is malformed.
@@ -61,11 +63,13 @@ class PlainCall : public ServerCall {
   void OnMessage(MessageMemory message) override;
   void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
+  void OnWritten() override;
   void OnOver() override;
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;
   bool have_message_ = false;
+  int unwritten_ = 0;  // answers
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
 };
 

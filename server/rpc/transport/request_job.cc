@@ -66,7 +66,8 @@ MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> s
                                      engine::Places* places) {
   const size_t lead = bytes > seen.size() ? PayloadOffset(seen) % kPayloadAlignment : 0;
   std::shared_ptr<std::byte> memory;
-  if (places != nullptr && bytes >= kMinPlacedBytes) memory = places->Take(bytes + kPayloadAlignment);
+  if (places != nullptr && bytes >= kMinPlacedBytes)
+    memory = places->Take(bytes + kPayloadAlignment);
   const bool is_place = memory != nullptr;
   if (!is_place) {
     // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message for
@@ -89,7 +90,8 @@ absl::Status RequestJob::CheckMessageSize(int64_t bytes, const CallHeaders& head
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, max_message_bytes()));
   }
   status = headers.CheckMessage(bytes);
-  if (!status.ok()) environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
+  if (!status.ok())
+    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
   return status;
 }
 
@@ -138,7 +140,8 @@ bool RequestJob::IsPlaced(const Payload& payload, size_t row_stride) const {
   const bool together = stride == payload.row_bytes && row_stride == payload.row_bytes;
   return payload.range.bytes >= kMinPlacedBytes &&
          (together || payload.row_bytes >= kMinPlacedRun) &&
-         (!in_message || payload.range.offset % 2 == reinterpret_cast<uintptr_t>(message_.bytes.data()) % 2);
+         (!in_message ||
+          payload.range.offset % 2 == reinterpret_cast<uintptr_t>(message_.bytes.data()) % 2);
 }
 
 engine::RowsPlace RequestJob::PlaceOf(const Payload& payload) const {
@@ -218,8 +221,9 @@ absl::Status RequestJob::CheckFits() const {
 
 // An answer can be larger than its request, and a slow peer holds it for long.
 int64_t RequestJob::needed_bytes() const {
-  return std::max(static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
-                  codec_->answer_bytes());
+  return std::max(
+      static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
+      codec_->answer_bytes());
 }
 
 void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
@@ -281,7 +285,7 @@ void RequestJob::WriteInputs(absl::Span<std::byte* const> inputs, const engine::
 }
 
 EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t receive_ns,
-                                    const engine::JobTimes& times) {
+                                  const engine::JobTimes& times) {
   if (placed_in_message_) {
     FreeMessage();
     HoldAtMost(codec_->answer_bytes());

@@ -42,7 +42,7 @@ struct CallEnvironment {
   engine::Heads* heads;
   engine::Metrics* metrics;
   engine::Load* load;
-  door::DoorMetrics* door_metrics;      // null: none
+  door::DoorMetrics* door_metrics;     // null: none
   const door::Identities* identities;  // null: everybody may call everything
   CallTracker* tracker;
   const CallLog* log;
@@ -108,7 +108,7 @@ class RequestJob : public engine::Job {
   // The response message. A large answer is sent from the slab that holds it, which then stays with
   // the ticket until the message is sent.
   EncodedMessage Encode(const engine::JobAnswer& answer, int64_t receive_ns,
-                          const engine::JobTimes& times);
+                        const engine::JobTimes& times);
   // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK, or
   // with the error that the request ends with. `next` runs in this call, or on the lease's own
   // thread, and keeps this alive.
@@ -145,7 +145,7 @@ class RequestJob : public engine::Job {
   const int64_t started_ns_;
   engine::JobSpec spec_;
   MessageMemory message_;
-  Piece piece_;  // all of `message_`
+  Piece piece_;                     // all of `message_`
   bool placed_in_message_ = false;  // streams copy rows from `message_`
   // Of the payload and of copied_inputs, as far as streams copy them, and of the answer; and the
   // arenas they lie in.

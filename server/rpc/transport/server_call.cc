@@ -36,13 +36,21 @@ absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
     number = 10 * number + (text[i] - '0');
   }
   const std::string_view unit = text.empty() ? text : text.substr(text.size() - 1);
-  if (ok && unit == "H") *timeout = absl::Hours(number);
-  else if (ok && unit == "M") *timeout = absl::Minutes(number);
-  else if (ok && unit == "S") *timeout = absl::Seconds(number);
-  else if (ok && unit == "m") *timeout = absl::Milliseconds(number);
-  else if (ok && unit == "u") *timeout = absl::Microseconds(number);
-  else if (ok && unit == "n") *timeout = absl::Nanoseconds(number);
-  else return absl::InvalidArgumentError("grpc-timeout: got a malformed value, allowed 1 to 8 digits and one of H, M, S, m, u, n");
+  if (ok && unit == "H")
+    *timeout = absl::Hours(number);
+  else if (ok && unit == "M")
+    *timeout = absl::Minutes(number);
+  else if (ok && unit == "S")
+    *timeout = absl::Seconds(number);
+  else if (ok && unit == "m")
+    *timeout = absl::Milliseconds(number);
+  else if (ok && unit == "u")
+    *timeout = absl::Microseconds(number);
+  else if (ok && unit == "n")
+    *timeout = absl::Nanoseconds(number);
+  else
+    return absl::InvalidArgumentError(
+        "grpc-timeout: got a malformed value, allowed 1 to 8 digits and one of H, M, S, m, u, n");
   return absl::OkStatus();
 }
 
@@ -119,16 +127,16 @@ bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
       break;
     case http2::Refusal::kHeaderList:
       EndStream(stream,
-                absl::ResourceExhaustedError(absl::StrFormat(
-                    "metadata: got %d bytes, allowed %d", stream->header_list_bytes(),
-                    stream->max_header_list())),
+                absl::ResourceExhaustedError(absl::StrFormat("metadata: got %d bytes, allowed %d",
+                                                             stream->header_list_bytes(),
+                                                             stream->max_header_list())),
                 tracker, nullptr);
       return true;
     case http2::Refusal::kMemory:
-      EndStream(stream,
-                absl::ResourceExhaustedError(
-                    "connections hold as much memory as they may; retry later"),
-                tracker, nullptr);
+      EndStream(
+          stream,
+          absl::ResourceExhaustedError("connections hold as much memory as they may; retry later"),
+          tracker, nullptr);
       return true;
   }
   if (headers.Find(":method") != "POST") {
@@ -137,8 +145,10 @@ bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
     return true;
   }
   std::string_view type = headers.Find("content-type");
-  if (type.starts_with(kContentType)) type.remove_prefix(sizeof(kContentType) - 1);
-  else type = "?";
+  if (type.starts_with(kContentType))
+    type.remove_prefix(sizeof(kContentType) - 1);
+  else
+    type = "?";
   if (!type.empty() && type[0] != '+' && type[0] != ';') {
     EndWithHttpStatus(stream, "415");
     return true;

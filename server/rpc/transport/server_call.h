@@ -91,6 +91,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   }
   // The peer may send a message of so many bytes, beside what it may send unasked.
   void Grant(size_t bytes);
+  // As Stream::HoldOther.
+  bool HoldOther(int64_t bytes) { return over() || stream_->HoldOther(bytes); }
   // The message must be there in so long from here on; else LateStatus ends the call.
   void StartReceiveTimer();
   void StopReceiveTimer();
@@ -144,7 +146,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   size_t message_bytes_ = 0;
   MessageMemory memory_;
   size_t have_ = 0;
-  std::vector<std::byte> seen_;  // came before there was memory or while paused
+  std::vector<std::byte> seen_;          // came before there was memory or while paused
   absl::Span<const std::byte> at_hand_;  // what Absorb has not taken
   bool taking_ = false;
   bool paused_ = false;

@@ -53,11 +53,11 @@ class StreamCall::Item final : public RequestJob, public std::enable_shared_from
  private:
   void Post(const absl::Status& why, EncodedMessage encoded, const engine::JobTimes& times,
             int64_t encode_ns) {
-    stream_->loop().Post([item = shared_from_this(), why, encoded = std::move(encoded), times,
-                          encode_ns]() mutable {
-      item->ReportIfSlow(why.code(), encoded.bytes(), times, encode_ns);
-      item->End(why, std::move(encoded));
-    });
+    stream_->loop().Post(
+        [item = shared_from_this(), why, encoded = std::move(encoded), times, encode_ns]() mutable {
+          item->ReportIfSlow(why.code(), encoded.bytes(), times, encode_ns);
+          item->End(why, std::move(encoded));
+        });
   }
 
   void ReportIfSlow(absl::StatusCode code, int64_t sent_bytes, const engine::JobTimes& times,
@@ -115,9 +115,8 @@ void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
   if (first) asked_ns_ = age_ns();
   engine::RoomAsk ask = {.caller = headers_.caller, .deadline = headers_.deadline};
   ask.between_messages = !message_bytes.has_value();
-  ask.bytes = message_bytes.has_value()
-                  ? CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes))
-                  : largest_;
+  ask.bytes = message_bytes.has_value() ? CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes))
+                                        : largest_;
   if (first) {
     const std::weak_ptr<ServerCall> weak = weak_from_this();
     ask.received_bytes = ReceivedBytesOf(connection());
@@ -125,13 +124,12 @@ void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
       const auto call = std::static_pointer_cast<StreamCall>(weak.lock());
       if (call == nullptr) return;
       // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-      call->OnLoop([call = call.get(), why] {
-        call->finished() ? call->Reset() : call->EndInput(why);
-      });
+      call->OnLoop(
+          [call = call.get(), why] { call->finished() ? call->Reset() : call->EndInput(why); });
     };
   }
-  admission_wait_.Enter(std::move(ask), [self = shared_from_this(), this](
-                                            absl::StatusOr<engine::Admission::Ticket> ticket) {
+  admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
+                                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
     OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
   });
 }
@@ -153,8 +151,8 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
 
 void StreamCall::OnMessageSize(size_t bytes) {
   if (input_over_) return;
-  const auto item = std::make_shared<Item>(
-      std::static_pointer_cast<StreamCall>(shared_from_this()));
+  const auto item =
+      std::make_shared<Item>(std::static_pointer_cast<StreamCall>(shared_from_this()));
   absl::Status status = item->CheckMessageSize(static_cast<int64_t>(bytes), headers_);
   if (!status.ok()) {
     items_.push_back(item);

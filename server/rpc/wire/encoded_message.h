@@ -26,8 +26,8 @@ class EncodedMessage {
   // A message of at most `max_bytes`, which `write` writes with a WireWriter.
   template <typename Write>
   static EncodedMessage Make(int64_t max_bytes, Write write) {
-    auto memory = std::make_shared_for_overwrite<std::byte[]>(kPrefixBytes +
-                                                              static_cast<size_t>(max_bytes));
+    auto memory =
+        std::make_shared_for_overwrite<std::byte[]>(kPrefixBytes + static_cast<size_t>(max_bytes));
     std::byte* const begin = memory.get() + kPrefixBytes;
     WireWriter writer(reinterpret_cast<uint8_t*>(begin));
     write(writer);
