@@ -43,3 +43,6 @@ if(LOGITD_SANITIZE)
                       $<$<COMPILE_LANGUAGE:C,CXX>:-fno-sanitize-recover=all>)
   add_link_options(-fsanitize=${LOGITD_SANITIZE})
 endif()
+if(LOGITD_FUZZ)  # else libFuzzer sees only which branches the target's own file takes
+  add_compile_options($<$<COMPILE_LANGUAGE:C,CXX>:-fsanitize=fuzzer-no-link>)
+endif()

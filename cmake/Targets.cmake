@@ -117,6 +117,22 @@ function(logitd_proto_library messages stubs dir)
   target_link_libraries(${stubs} PUBLIC ${messages} gRPC::grpc++)
 endfunction()
 
+# The messages and client stubs of one proto of the tests.
+function(logitd_interop_library name proto)
+  set(out ${CMAKE_BINARY_DIR}/interop)
+  file(MAKE_DIRECTORY ${out})
+  get_filename_component(base ${proto} NAME_WE)
+  get_filename_component(dir ${CMAKE_SOURCE_DIR}/${proto} DIRECTORY)
+  add_custom_command(
+    OUTPUT ${out}/${base}.pb.cc ${out}/${base}.pb.h ${out}/${base}.grpc.pb.cc ${out}/${base}.grpc.pb.h
+    COMMAND protobuf::protoc -I ${dir} --cpp_out=${out} --grpc_out=${out}
+            --plugin=protoc-gen-grpc=$<TARGET_FILE:gRPC::grpc_cpp_plugin> ${base}.proto
+    DEPENDS ${CMAKE_SOURCE_DIR}/${proto})
+  add_library(${name} STATIC ${out}/${base}.pb.cc ${out}/${base}.grpc.pb.cc)
+  target_include_directories(${name} SYSTEM PUBLIC ${out})
+  target_link_libraries(${name} PUBLIC gRPC::grpc++)
+endfunction()
+
 # Embeds the descriptors of every proto, with their comments, into `source` of a target: it sees the file's name as
 # LOGITD_DESCRIPTORS.
 function(logitd_embed_descriptors target dir source)

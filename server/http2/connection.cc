@@ -74,7 +74,8 @@ Connection::Connection(Loop* loop, ConnectionHost* host, Held* held, const Limit
              begun_ns_),
       tiny_(limits.tiny_frames, limits.tiny_rate, begun_ns_),
       resets_(limits.resets, limits.reset_rate, begun_ns_),
-      tick_([this] { Tick(); }) {
+      tick_([this] { Tick(); }),
+      stop_([this] { StopLate(); }) {
   if (tls_ != nullptr) Hold(&account_.tls, kTlsBytes);
 }
 
@@ -132,6 +133,7 @@ void Connection::Close(Cut cut) {
   }
   const std::shared_ptr<Connection> self = shared_from_this();
   tick_.Cancel();
+  stop_.Cancel();
   loop_->Unwatch(fd_);
   if (tls_ != nullptr) {
     if (!handshaking_) tls_->SendEnd();
@@ -223,14 +225,22 @@ void Connection::ReadSome() {
 
 // False: the connection is closed.
 bool Connection::Feed(absl::Span<const std::byte> bytes) {
-  feeding_ = true;
-  const ssize_t taken = nghttp2_session_mem_recv(
-      session_, reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
-  feeding_ = false;
-  if (taken >= 0 && cut_ == Cut::kNone) return true;
-  if (cut_ == Cut::kNone) cut_ = taken == NGHTTP2_ERR_FLOODED ? Cut::kUnread : Cut::kProtocol;
-  Close(cut_);
-  return false;
+  while (!bytes.empty()) {
+    const absl::Span<const std::byte> next = heads_.Next(&bytes);
+    ssize_t taken = 0;
+    if (!next.empty()) {
+      feeding_ = true;
+      taken = nghttp2_session_mem_recv(session_, reinterpret_cast<const uint8_t*>(next.data()),
+                                       next.size());
+      feeding_ = false;
+    }
+    if (heads_.TakeLeftOut() && cut_ == Cut::kNone) CountControl({.type = NGHTTP2_RST_STREAM});
+    if (taken >= 0 && cut_ == Cut::kNone) continue;
+    if (cut_ == Cut::kNone) cut_ = taken == NGHTTP2_ERR_FLOODED ? Cut::kUnread : Cut::kProtocol;
+    Close(cut_);
+    return false;
+  }
+  return true;
 }
 
 int Connection::Refuse(Cut cut) {
@@ -250,8 +260,17 @@ Stream* Connection::Find(int32_t id) {
   return it == streams_.end() ? nullptr : it->second.get();
 }
 
+bool Connection::Misplaced(const nghttp2_frame_hd& frame) const {
+  if (frame.type == NGHTTP2_PRIORITY) return frame.stream_id == 0;
+  return frame.type == NGHTTP2_HEADERS &&
+         std::any_of(gaps_.begin(), gaps_.end(), [&frame](const Gap& gap) {
+           return frame.stream_id >= gap.first && frame.stream_id < gap.end;
+         });
+}
+
 int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
   data_stream_ = nullptr;
+  if (Misplaced(frame)) return Refuse(Cut::kProtocol);
   if (frame.type != NGHTTP2_DATA && frame.type != NGHTTP2_HEADERS) {
     if (frame.type == NGHTTP2_RST_STREAM) {
       const Stream* const stream = Find(frame.stream_id);
@@ -277,12 +296,16 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
 
 int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   if (frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;
-  auto stream = std::make_unique<Stream>(this, frame.hd.stream_id);
+  const int32_t next = last_stream_ + 2;
+  const int32_t id = frame.hd.stream_id;
+  if (id > next && gaps_.size() < kGaps) gaps_.push_back({next, id});
+  last_stream_ = id;
+  auto stream = std::make_unique<Stream>(this, id);
   stream->granted_ = limits_.early_window;
   stream->moved_ns_ = loop_->now_ns();
   stream->counted_ = kOverhead;
   if (held_->over()) stream->refusal_ = Refusal::kMemory;
-  streams_[frame.hd.stream_id] = std::move(stream);
+  streams_[id] = std::move(stream);
   account_.streams.store(static_cast<int>(streams_.size()), std::memory_order_relaxed);
   Hold(&account_.headers, kOverhead);
   return 0;
@@ -354,11 +377,10 @@ void Connection::OnFrameSent(const nghttp2_frame& frame) {
   pings_.Add(1);
   if ((frame.hd.flags & NGHTTP2_FLAG_END_STREAM) == 0) return;
   resets_.Add(1);
-  // RST_STREAM only now: submitted together with the trailers, it would replace them.
-  const Stream* const stream = Find(frame.hd.stream_id);
-  if (stream != nullptr && !stream->peer_ended_) {
-    nghttp2_submit_rst_stream(session_, NGHTTP2_FLAG_NONE, frame.hd.stream_id, NGHTTP2_NO_ERROR);
-  }
+  Stream* const stream = Find(frame.hd.stream_id);
+  if (stream == nullptr || stream->peer_ended_) return;
+  stream->stop_ns_ = loop_->now_ns() + Nanos(times_.stop);
+  if (!stop_.set()) loop_->timers().Set(&stop_, stream->stop_ns_);
 }
 
 void Connection::SubmitTrailers(Stream* stream) {
@@ -578,6 +600,21 @@ void Connection::Tick() {
   }
   CheckStuck();
   SetTick();
+}
+
+// Tells peers to stop whose requests still go on some time after the end of the response.
+void Connection::StopLate() {
+  int64_t next_ns = 0;
+  for (const auto& [id, stream] : streams_) {
+    if (stream->stop_ns_ == 0 || stream->peer_ended_) continue;
+    if (stream->stop_ns_ <= loop_->now_ns()) {
+      nghttp2_submit_rst_stream(session_, NGHTTP2_FLAG_NONE, id, NGHTTP2_NO_ERROR);
+    } else if (next_ns == 0 || stream->stop_ns_ < next_ns) {
+      next_ns = stream->stop_ns_;
+    }
+  }
+  if (next_ns != 0) loop_->timers().Set(&stop_, next_ns);
+  Wake();
 }
 
 // Resets the streams whose peer has taken nothing of their response for too long.

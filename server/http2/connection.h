@@ -26,6 +26,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/http2/frame_heads.h"
 #include "server/http2/limits.h"
 #include "server/http2/loop.h"
 #include "server/http2/peer.h"
@@ -56,6 +57,9 @@ struct Times {
   absl::Duration preface = absl::Seconds(20);  // until the peer's settings, after the handshake
   absl::Duration handshake = absl::Seconds(10);
   absl::Duration send = absl::Seconds(30);  // until the peer takes something of a response
+  // From the end of a response until a peer that has not ended its request is told to stop. HAProxy
+  // (2.6) drops a response whose stream is reset before it has passed it on.
+  absl::Duration stop = absl::Milliseconds(100);
   absl::Duration max_age = absl::InfiniteDuration();
   absl::Duration max_idle = absl::InfiniteDuration();
   absl::Duration keepalive = absl::Minutes(1);  // of silence until a ping
@@ -146,11 +150,14 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void Tick();
   void SetTick();
   void CheckStuck();
+  void StopLate();
   void EndIfDone();
   void SubmitReason();  // tells the peer why its connection ends
 
   // nghttp2's callbacks.
   int OnBeginFrame(const nghttp2_frame_hd& frame);
+  // RFC 9113 forbids the frame on its stream, which nghttp2 does not see.
+  bool Misplaced(const nghttp2_frame_hd& frame) const;
   int OnBeginHeaders(const nghttp2_frame& frame);
   int OnHeader(const nghttp2_frame& frame, std::string_view name, std::string_view value);
   int OnFrame(const nghttp2_frame& frame);
@@ -195,6 +202,16 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   bool told_ = false;  // a GOAWAY with an error was sent, by nghttp2 if the peer broke the protocol
   Cut cut_ = Cut::kNone;
 
+  // Streams that the peer has passed over: they are closed. As far as so many gaps say.
+  static constexpr size_t kGaps = 8;
+  struct Gap {
+    int32_t first;
+    int32_t end;
+  };
+  absl::InlinedVector<Gap, kGaps> gaps_;
+  int32_t last_stream_ = -1;
+
+  FrameHeads heads_;
   // The DATA frame that is being received.
   Stream* data_stream_ = nullptr;  // null: none, or a short one
   size_t data_left_ = 0;
@@ -230,6 +247,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   Budget tiny_;
   Budget resets_;
   Timer tick_;
+  Timer stop_;  // set while a response has ended before its request
 };
 
 }  // namespace logitd::http2

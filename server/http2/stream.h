@@ -112,8 +112,8 @@ class Stream {
   // The response: its header list, any number of Sends, then the end. All go out at the turn's end.
   void Respond(absl::Span<const Field> headers);
   void Send(Bytes bytes);
-  // A response that has only trailers if Respond was not called. The peer is told to stop sending if
-  // it has not ended.
+  // A response that has only trailers if Respond was not called. A peer that has not ended its request
+  // is told to stop sending after Times::stop.
   void End(absl::Span<const Field> trailers);
   void Reset(uint32_t error);
 
@@ -140,6 +140,7 @@ class Stream {
   int64_t unsent_bytes_ = 0;  // of Sends: those that no write has been given
   // When the peer last took something of the response, or Send was called with nothing unsent.
   int64_t moved_ns_ = 0;
+  int64_t stop_ns_ = 0;  // when the peer is told to stop; 0: it has ended, or the response goes on
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;
 };
 

@@ -1,7 +1,5 @@
 #include "server/rpc/probe_server.h"
 
-#include <string_view>
-
 #include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
@@ -30,16 +28,7 @@ absl::Status ProbeServer::Listen(absl::Span<const std::string> addresses,
 }
 
 std::shared_ptr<http2::StreamEvents> ProbeServer::OnStream(http2::Stream* stream) {
-  if (RefuseIfNoCall(stream, tracker_)) return nullptr;
-  const Registry::Make* const make = registry_.Find(stream->headers().Find(":path"));
-  if (make == nullptr) {
-    EndStream(stream, absl::UnimplementedError("only grpc.health.v1.Health is served here"),
-              tracker_, nullptr);
-    return nullptr;
-  }
-  std::shared_ptr<ServerCall> call = (*make)(stream);
-  call->Start();
-  return call;
+  return registry_.Start(stream, tracker_);
 }
 
 }  // namespace logitd::rpc

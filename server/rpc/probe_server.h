@@ -34,7 +34,7 @@ class ProbeServer final : private http2::ServerEvents {
   std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override;
 
   const CallTracker& tracker_;
-  Registry registry_;
+  Registry registry_{"only grpc.health.v1.Health is served here"};
   http2::Server server_;  // ends first: its loop uses the others
 };
 

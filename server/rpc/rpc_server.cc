@@ -177,16 +177,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
 
   // http2::ServerEvents
   std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override {
-    if (RefuseIfNoCall(stream, tracker_)) return nullptr;
-    const std::string_view path = stream->headers().Find(":path");
-    const Registry::Make* const make = registry_.Find(path);
-    if (make == nullptr) {
-      EndStream(stream, absl::UnimplementedError("unknown service or method"), tracker_, nullptr);
-      return nullptr;
-    }
-    std::shared_ptr<ServerCall> call = (*make)(stream);
-    call->Start();
-    return call;
+    return registry_.Start(stream, tracker_);
   }
   void OnOpen(int64_t open) override {
     if (door_metrics_ != nullptr) door_metrics_->OnOpen(open);

@@ -1,5 +1,5 @@
-// Any bytes on one plain connection, whose streams are read and answered: nothing breaks, and what the
-// connection counted as held comes back to nothing.
+// Any bytes on one plain connection, whose streams are read and answered: nothing breaks. After every part
+// the connection's account is what its streams hold, and at the end it is nothing.
 //
 // The first byte says how the rest arrives: 1: after the preface and empty settings; 2: the client does
 // not read; 4: time passes between the parts; 8: the server drains in the middle. Its upper half is the
@@ -58,7 +58,11 @@ class Reader final : public Echo {
     Check(stream() != nullptr, "a body after the end");
     if (ended_) return;
     if (!stream()->HoldEarly(static_cast<int64_t>(bytes.size()))) return Refuse();
-    if (body().size() > 1000) stream()->ReleaseEarly();
+    early_ += static_cast<int64_t>(bytes.size());
+    if (body().size() > 1000) {
+      stream()->ReleaseEarly();
+      early_ = 0;
+    }
     stream()->CountMessage();
     stream()->Grant(static_cast<int64_t>(body().size()) + 100'000);
     Echo::OnBody(bytes);
@@ -68,6 +72,7 @@ class Reader final : public Echo {
     if (!ended_) Answer(2);
     ended_ = true;
   }
+  int64_t early() const { return early_; }
   void Refuse() {
     const Field status[] = {{":status", "200"}, {"grpc-status", "8"}};
     stream()->End(status);
@@ -76,6 +81,7 @@ class Reader final : public Echo {
 
  private:
   std::vector<std::byte> memory_;
+  int64_t early_ = 0;
   bool ended_ = false;
 };
 
@@ -90,6 +96,22 @@ class Host final : public ConnectionHost {
   }
   void OnConnectionClosed(Connection*, Cut) override { ++closed_; }
 
+  void CheckAccount(const Account& account) {
+    int64_t streams = 0;
+    int64_t early = 0;
+    for (const auto& reader : readers_) {
+      if (reader->stream() == nullptr) continue;
+      ++streams;
+      early += reader->early();
+    }
+    Check(account.early == early, "not the early bytes of the streams");
+    Check(account.unsent >= 0 && (account.streams != 0 || account.unsent == 0),
+          "a response without its stream");
+    Check(account.streams >= streams, "fewer streams than the owners have");
+    Check(account.headers >= 1024 * account.streams, "streams without their lists");
+    Check((account.streams == 0) == (account.headers == 0), "lists without their streams");
+    Check(account.session >= 0 && account.tls == 0, "held less than nothing");
+  }
   void CheckEnd() const {
     Check(closed_ == 1, "not closed once");
     for (const auto& reader : readers_) {
@@ -136,10 +158,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if ((how & 8) != 0 && at <= input.size() / 2) connection->Drain();
     loop.Turn(/*wait=*/false);
     if ((how & 2) == 0) Drain(fds[1]);
-    const Account& account = connection->account();
-    Check(account.held() >= 0 && account.headers >= 0, "held less than nothing");
-    Check(account.streams != 0 || account.headers + account.early + account.unsent == 0,
-          "held for no stream");
+    host.CheckAccount(connection->account());
+    held.Flush();
+    Check(total == connection->account().held(), "the server's sum is not the connection's");
   }
   connection->Close();
   loop.Turn(/*wait=*/false);

@@ -274,7 +274,7 @@ TEST_F(ConnectionTest, EverySendOfAStreamThatGoesOnIsTold) {
   EXPECT_TRUE(AnswerOf(1).ended);
 }
 
-TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeer) {
+TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeerLater) {
   Open();
   Send(client_->Headers(1, Request("/hold")));
   const Field refusal[] = {{":status", "200"}, {"result", "no"}};
@@ -283,9 +283,22 @@ TEST_F(ConnectionTest, AnEndWithoutAnAnswerIsTrailersOnlyAndStopsThePeer) {
   const Answer answer = AnswerOf(1);
   EXPECT_THAT(answer.headers, Contains(Pair("result", "no")));
   EXPECT_TRUE(answer.ended);
-  EXPECT_EQ(answer.reset, uint32_t{NGHTTP2_NO_ERROR});
+  EXPECT_EQ(answer.reset, std::nullopt) << "a proxy would drop the answer";
+  Pass(times_.stop + absl::Milliseconds(2));
+  EXPECT_EQ(AnswerOf(1).reset, uint32_t{NGHTTP2_NO_ERROR});
   EXPECT_EQ(echoes_[0]->times_closed(), 1);
   Call(3);
+}
+
+TEST_F(ConnectionTest, APeerThatEndsSoonAfterItsAnswerIsNotReset) {
+  Open();
+  for (const int32_t id : {1, 3}) Send(client_->Headers(id, Request("/hold")));
+  for (const auto& echo : echoes_) echo->Answer();
+  Send(RawClient::Data(1, "late", true));
+  EXPECT_EQ(echoes_[0]->closed(), Closed::kEnded);
+  Pass(times_.stop + absl::Milliseconds(2));
+  EXPECT_EQ(AnswerOf(1).reset, std::nullopt);
+  EXPECT_EQ(AnswerOf(3).reset, uint32_t{NGHTTP2_NO_ERROR});
 }
 
 TEST_F(ConnectionTest, ALargeBodyWaitsForItsGrant) {
@@ -467,6 +480,7 @@ TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
       {.type = NGHTTP2_SETTINGS},
       {.type = NGHTTP2_PRIORITY, .stream = 1, .payload = std::string(5, '\0')},
       RawClient::Window(0, 1),
+      RawClient::Reset(7),  // of a stream that has not begun
       {.type = NGHTTP2_PING, .flags = NGHTTP2_FLAG_ACK, .payload = std::string(8, 'x')},
       {.type = 0xfa, .stream = 5, .payload = "unknown"}};
   for (const Frame& kind : kinds) {

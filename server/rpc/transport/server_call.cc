@@ -54,6 +54,17 @@ absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
   return absl::OkStatus();
 }
 
+// gRPC demands INTERNAL for a message that is marked and has no encoding.
+absl::Status CompressedError(std::string_view encoding) {
+  if (encoding.empty() || encoding == "identity") {
+    return absl::InternalError(
+        "request: got a message marked as compressed without a grpc-encoding that compresses, "
+        "allowed are messages that are not marked");
+  }
+  return absl::UnimplementedError(
+      "request: got a message marked as compressed, allowed are messages that are not compressed");
+}
+
 // gRPC's text of a status: bytes outside of printable ASCII, and '%', as %XX.
 std::string PercentEncode(std::string_view text) {
   std::string encoded;
@@ -287,11 +298,7 @@ void ServerCall::TakePrefix(absl::Span<const std::byte>* bytes) {
   bytes->remove_prefix(run);
   prefix_bytes_ += run;
   if (prefix_bytes_ < kPrefixBytes) return;
-  if (prefix_[0] != std::byte{0}) {
-    return End(absl::UnimplementedError(
-        "request: got a message marked as compressed, allowed are messages that are not "
-        "compressed"));
-  }
+  if (prefix_[0] != std::byte{0}) return End(CompressedError(metadata().Find("grpc-encoding")));
   message_bytes_ = 0;
   for (size_t i = 1; i < kPrefixBytes; ++i) {
     message_bytes_ = message_bytes_ << 8 | std::to_integer<size_t>(prefix_[i]);
