@@ -43,7 +43,8 @@ class CpuStream : public Stream {
     for (const RowsCopy& copy : copies) {
       const bool together = copy.from_stride == copy.row_bytes && copy.to_stride == copy.row_bytes;
       const int64_t runs = together ? 1 : copy.rows;
-      const size_t bytes = together ? copy.row_bytes * static_cast<size_t>(copy.rows) : copy.row_bytes;
+      const size_t bytes =
+          together ? copy.row_bytes * static_cast<size_t>(copy.rows) : copy.row_bytes;
       for (int64_t run = 0; run < runs; ++run) {
         const auto at = static_cast<size_t>(run);
         std::memcpy(copy.to + at * copy.to_stride, copy.from + at * copy.from_stride, bytes);

@@ -121,7 +121,8 @@ double WorkAhead::Of(const Share& share, Priority priority, int64_t cost) const 
   if (priority == Priority::kBatch) {
     constexpr auto kFirst = static_cast<size_t>(Priority::kInteractive);
     for (uint64_t left = used_[kFirst]; left != 0; left &= left - 1) {
-      ahead += static_cast<double>(buckets_[kFirst][static_cast<size_t>(std::countr_zero(left))].work);
+      ahead +=
+          static_cast<double>(buckets_[kFirst][static_cast<size_t>(std::countr_zero(left))].work);
     }
   }
   return ahead;

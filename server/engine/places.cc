@@ -98,7 +98,7 @@ class Places::Runs {
   void* mapped_;
   std::byte* data_ = nullptr;  // null: there are no addresses, and never a free run
   Mutex mutex_;
-  std::map<size_t, size_t> by_place_ ABSL_GUARDED_BY(mutex_);             // offset -> bytes
+  std::map<size_t, size_t> by_place_ ABSL_GUARDED_BY(mutex_);            // offset -> bytes
   std::set<std::pair<size_t, size_t>> by_size_ ABSL_GUARDED_BY(mutex_);  // bytes, offset
 };
 
@@ -137,8 +137,8 @@ void Places::Pin() {
     const absl::Status status = devices_.backend(0)->PinHost(runs_->data() + done, now);
     if (!status.ok()) {
       if (!absl::IsUnimplemented(status)) {
-        spdlog::warn("{}; messages beyond {} MiB are copied by the CPU", std::string(status.message()),
-                     done >> 20);
+        spdlog::warn("{}; messages beyond {} MiB are copied by the CPU",
+                     std::string(status.message()), done >> 20);
       }
       return;
     }

@@ -27,8 +27,8 @@
 namespace logitd::rpc {
 
 struct RpcServerOptions {
-  std::vector<std::string> listen;    // "host:port" (port 0 picks one) or "unix:PATH"
-  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
+  std::vector<std::string> listen;        // "host:port" (port 0 picks one) or "unix:PATH"
+  std::optional<mode_t> socket_mode;      // of the files of Unix sockets; nullopt: by the umask
   std::vector<std::string> probe_listen;  // see ProbeServer; may be empty
   std::string version;
   std::string grpc_version;

@@ -41,8 +41,7 @@ double Sample(const std::string& page, const std::string& name) {
 std::function<std::string()> Page(
     std::shared_ptr<const ServerTraffic> traffic = std::make_shared<ServerTraffic>(),
     const std::vector<DeviceInfo>& devices = {{.backend = "fake"}}) {
-  return MakeMetricsPage(engine::Metrics(), std::move(traffic), "1.2.3",
-                         "4.5", devices);
+  return MakeMetricsPage(engine::Metrics(), std::move(traffic), "1.2.3", "4.5", devices);
 }
 
 TEST(MetricsPageTest, SaysWhatRuns) {

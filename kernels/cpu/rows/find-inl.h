@@ -16,8 +16,8 @@
 #include <cstring>
 #include <functional>
 
-#include "kernels/cpu/rows/key_sorter.h"
 #include "hwy/highway.h"
+#include "kernels/cpu/rows/key_sorter.h"
 #include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch-inl.h"
 

@@ -53,16 +53,14 @@ void UnaryCall::EnterAdmission(int64_t bytes) {
       const auto call = std::static_pointer_cast<UnaryCall>(weak.lock());
       if (call == nullptr) return;
       // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-      call->OnLoop([call = call.get(), why] {
-        call->finished() ? call->Reset() : call->End(why);
-      });
+      call->OnLoop([call = call.get(), why] { call->finished() ? call->Reset() : call->End(why); });
     };
   }
   if (auto answer = environment().admission->TryEnter(ask); answer.has_value()) {
     return Admitted(*std::move(answer));
   }
-  admission_wait_.Enter(std::move(ask), [self = shared_from_this(), this](
-                                            absl::StatusOr<engine::Admission::Ticket> ticket) {
+  admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
+                                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
     OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
   });
 }
@@ -109,19 +107,19 @@ void UnaryCall::OnMessage(MessageMemory message) {
   if (!status.ok()) return End(status);
   if (ticket_->Received(needed_bytes())) return SubmitWith(*std::move(ticket_));
   // The answer needs more than the message.
-  admission_wait_.Enter({.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = needed_bytes(),
-                         .received = true},
-                        [self = shared_from_this(),
-                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
-                          OnLoop([this, ticket = std::move(ticket)]() mutable {
-                            if (finished()) return;
-                            if (!ticket.ok()) return End(ticket.status());
-                            ticket->Received(needed_bytes());
-                            SubmitWith(*std::move(ticket));
-                          });
-                        });
+  admission_wait_.Enter(
+      {.caller = headers_.caller,
+       .deadline = headers_.deadline,
+       .bytes = needed_bytes(),
+       .received = true},
+      [self = shared_from_this(), this](absl::StatusOr<engine::Admission::Ticket> ticket) {
+        OnLoop([this, ticket = std::move(ticket)]() mutable {
+          if (finished()) return;
+          if (!ticket.ok()) return End(ticket.status());
+          ticket->Received(needed_bytes());
+          SubmitWith(*std::move(ticket));
+        });
+      });
 }
 
 void UnaryCall::SubmitWith(engine::Admission::Ticket ticket) {
