@@ -399,6 +399,7 @@ void CheckTogether(const Config& config) {
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
+  if (!config.probe_listen.empty()) check_address("--probe-listen", config.probe_listen, true);
   if (!config.arena_listen.empty()) CheckArenas(config);
   CheckDoor(config);
   std::error_code error;
@@ -526,7 +527,8 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "with RESOURCE_EXHAUSTED");
   AddInteger(
       app, "--max-connections", &config->max_connections, 0, http2::kMostConnections,
-      "Connections that may be open; more are closed at once. 0: the limit of open files less 128");
+      "Connections that may be open, about half of them of one peer; more are closed at once. 0: "
+      "the limit of open files less 128. At most as many as fit into --max-connection-bytes");
   AddSize(
       app, "--min-receive-rate", &config->min_receive_rate, 0,
       "Bytes per second at which a message must come while other calls wait for memory; 0: any");
@@ -564,6 +566,10 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
               "message that is still being received");
   Add(app, "--metrics-listen", &config->metrics_listen,
       "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one), or off")
+      ->type_name("ADDRESS");
+  Add(app, "--probe-listen", &config->probe_listen,
+      "Address for probes: HOST:PORT (port 0 picks one) or unix:PATH. It serves grpc.health.v1 and "
+      "nothing else, without TLS and identities, outside of the limits of --listen")
       ->type_name("ADDRESS");
   AddDuration(
       app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,

@@ -57,6 +57,7 @@ struct Config {
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"
+  std::string probe_listen;                       // for health only; empty: none
   absl::Duration slow_call = absl::Seconds(1);    // one that takes longer has a line in the log
   absl::Duration stall_timeout = absl::Seconds(10);
   std::string log_level = "info";

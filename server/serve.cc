@@ -244,8 +244,8 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   LOGITD_RETURN_IF_ERROR(head_root.status());
   parts.head_root = *std::move(head_root);
-  parts.door_metrics = std::make_shared<door::DoorMetrics>(parts.metrics->registry(),
-                                                           parts.max_connections, CutReasons());
+  parts.door_metrics = std::make_shared<door::DoorMetrics>(
+      parts.metrics->registry(), parts.max_connections, config.max_connection_bytes, CutReasons());
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(*parts.metrics, parts.traffic, Version(),
                                            TransportVersion(), InfosOf(*parts.devices)));
@@ -281,6 +281,7 @@ http2::Limits LimitsOf(const Config& config) {
 
 rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
   return {.listen = config.listen,
+          .probe_listen = config.probe_listen,
           .socket_mode = config.socket_mode,
           .version = std::string(Version()),
           .grpc_version = std::string(TransportVersion()),

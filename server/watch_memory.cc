@@ -46,7 +46,11 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
             return device_growth() + std::max(admission.held_bytes(), places->pinned());
           },
       .shed = [server](bool shed) { server->RefuseConnections(shed); },
-      .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
+      .saw =
+          [=](int64_t resident) {
+            door_metrics->SetResident(resident, limit());
+            door_metrics->SetConnectionBytes(server->connection_bytes());
+          },
       // Pinned arenas have a limit of their own.
       .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); },
       .give_back =

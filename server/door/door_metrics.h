@@ -8,6 +8,8 @@
 //   logitd_connections, logitd_connections_limit  open connections, and the most there may be
 //   logitd_resident_bytes, logitd_resident_bytes_limit
 //                                         resident memory, and the limit of the last guard
+//   logitd_connection_bytes, logitd_connection_bytes_limit
+//                                         what connections hold, and the most that they may
 #ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 #define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 
@@ -33,13 +35,14 @@ class DoorMetrics {
  public:
   // Adds the series to `registry`, which has none of them yet. `reasons`: of OnCut.
   DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
-              absl::Span<const std::string_view> reasons);
+              int64_t max_connection_bytes, absl::Span<const std::string_view> reasons);
 
   void OnOpen(int64_t open);
   void OnRefused();
   void OnCut(std::string_view reason);
   void OnTooLarge();
   void OnHandshake(std::string_view end);
+  void SetConnectionBytes(int64_t bytes);
   void SetResident(int64_t bytes, int64_t limit);
 
   // Adds the series of TLS. Before the first connection. `ends`: of OnHandshake.
@@ -53,6 +56,7 @@ class DoorMetrics {
  private:
   const std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Gauge* open_;
+  prometheus::Gauge* bytes_;
   prometheus::Gauge* resident_;
   prometheus::Gauge* resident_limit_;
   prometheus::Counter* refused_;

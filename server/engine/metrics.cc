@@ -25,11 +25,13 @@ namespace {
 using prometheus::Counter;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 15;
+constexpr int kRefusals = 18;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {
-    "draining",        "deadline",     "line_full",   "too_large",     "invalid",
-    "caller_share",    "slow_receive", "hopeless",    "hopeless_late", "overloaded",
-    "unauthenticated", "role",         "quota_bytes", "quota_rows",    "quota_calls"};
+    "draining",         "deadline",     "line_full",       "too_large",
+    "invalid",          "caller_share", "slow_receive",    "hopeless",
+    "hopeless_late",    "overloaded",   "unauthenticated", "role",
+    "quota_bytes",      "quota_rows",   "quota_calls",     "header_list",
+    "connection_bytes", "early_bytes"};
 
 // In the order of Proof.
 constexpr std::array<const char*, 4> kProofNames = {"none", "token", "certificate", "user"};
@@ -81,10 +83,10 @@ constexpr Help kPhases[] = {
 };
 
 // Steps of 1, 2.5 and 5 from a microsecond (a kernel on one row) to ten seconds (a slow call).
-constexpr double kSecondsBuckets[] = {1e-6,   2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4,
-                                      5e-4,   1e-3,   2.5e-3, 5e-3, 1e-2,   2.5e-2, 5e-2, 0.1,
-                                      0.25,   0.5,    1,      2.5,  5,      10};
-constexpr double kRowsBuckets[] = {1,   2,   4,    8,    16,   32,   64,    128,  256,
+constexpr double kSecondsBuckets[] = {1e-6, 2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5,   1e-4, 2.5e-4,
+                                      5e-4, 1e-3,   2.5e-3, 5e-3, 1e-2,   2.5e-2, 5e-2, 0.1,
+                                      0.25, 0.5,    1,      2.5,  5,      10};
+constexpr double kRowsBuckets[] = {1,   2,    4,    8,    16,   32,    64,    128,  256,
                                    512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 
 // A histogram of Prometheus whose observations wait in shards until Flush.
@@ -94,8 +96,7 @@ class Histogram {
             absl::Span<const double> buckets, const prometheus::Labels& labels = {})
       : buckets_(buckets),
         published_(prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add(
-            labels,
-            prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
+            labels, prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
 
   void Observe(double value) {
     const auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), value);
@@ -215,8 +216,8 @@ struct Metrics::Series final : prometheus::Collectable {
       gauges[i] = &AddGauge(registry, kGauges[i].name, kGauges[i].text);
     }
     for (size_t i = 0; i < std::size(kPhases); ++i) {
-      phases[i] = std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text,
-                                              kSecondsBuckets);
+      phases[i] =
+          std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text, kSecondsBuckets);
     }
     for (int i = 0; i < kRefusals; ++i) {
       for (size_t proof = 0; proof < kProofNames.size(); ++proof) {
@@ -279,7 +280,8 @@ void Metrics::CountRequest(std::string_view op, absl::StatusCode code, double se
   OpSeries& series = series_->Find(op);
   const int index = static_cast<int>(code);
   const bool known = index >= 0 && index < kCodes;
-  series.ended.Add(static_cast<size_t>(known ? index : static_cast<int>(absl::StatusCode::kUnknown)), 1);
+  series.ended.Add(
+      static_cast<size_t>(known ? index : static_cast<int>(absl::StatusCode::kUnknown)), 1);
   series.seconds.Observe(seconds);
 }
 

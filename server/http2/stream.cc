@@ -64,7 +64,7 @@ void Stream::Grant(int64_t bytes) {
 bool Stream::HoldEarly(int64_t bytes) {
   const Connection& connection = *connection_;
   const int64_t held = connection.account_.early.load(std::memory_order_relaxed);
-  if (held + bytes > connection.limits_.max_early_bytes || connection.held_->over()) return false;
+  if (held + bytes > connection.limits_.max_early_bytes || connection.over()) return false;
   early_ += bytes;
   connection_->Hold(&connection_->account_.early, bytes);
   return true;
@@ -73,6 +73,11 @@ bool Stream::HoldEarly(int64_t bytes) {
 void Stream::ReleaseEarly() {
   connection_->Hold(&connection_->account_.early, -early_);
   early_ = 0;
+}
+
+void Stream::HoldUnpaid(int64_t more) {
+  unpaid_bytes_ += more;
+  connection_->Hold(&connection_->account_.unsent, more);
 }
 
 void Stream::CountMessage() { connection_->tiny_.Add(2); }
@@ -90,7 +95,7 @@ void Stream::Send(Bytes bytes) {
   if (connection_->session_ == nullptr || ended_) return;
   if (unsent_bytes_ == 0) moved_ns_ = connection_->loop_->now_ns();
   unsent_bytes_ += static_cast<int64_t>(bytes.span.size());
-  connection_->Hold(&connection_->account_.unsent, static_cast<int64_t>(bytes.span.size()));
+  if (bytes.payer == Payer::kConnection) HoldUnpaid(static_cast<int64_t>(bytes.span.size()));
   unsent_.push_back(std::move(bytes));
   if (std::exchange(deferred_, false)) nghttp2_session_resume_data(connection_->session_, id_);
   connection_->Wake();

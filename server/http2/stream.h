@@ -44,11 +44,19 @@ class HeaderList {
   absl::InlinedVector<End, 16> ends_;
 };
 
+// Whose account bytes of a response are in until the kernel has taken them.
+enum class Payer : uint8_t {
+  kConnection,
+  kOwner,  // the stream's owner's, until OnClosed
+  kKeep,   // that of Bytes::keep
+};
+
 // Bytes of a response's body, and what keeps them.
 struct Bytes {
   absl::Span<const std::byte> span;
   std::shared_ptr<const void> keep;
   bool ends_message = true;  // see StreamEvents::OnSent
+  Payer payer = Payer::kConnection;
 };
 
 // The reason to refuse a stream, whatever it asks for.
@@ -122,6 +130,8 @@ class Stream {
  private:
   friend class Connection;
 
+  void HoldUnpaid(int64_t more);
+
   Connection* const connection_;
   const int32_t id_;
   std::shared_ptr<StreamEvents> events_;
@@ -139,6 +149,7 @@ class Stream {
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
   int64_t unsent_bytes_ = 0;
+  int64_t unpaid_bytes_ = 0;  // of them in Account::unsent
   int64_t moved_ns_ = 0;
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;
 };

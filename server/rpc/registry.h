@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "server/http2/stream.h"
 #include "server/rpc/transport/server_call.h"
@@ -23,10 +24,18 @@ class Registry {
 
   // `path`: "/logitd.v1.Sampler/TopK".
   void Add(std::string path, Make make) { methods_[std::move(path)] = std::move(make); }
-  // Null: nobody serves it.
-  const Make* Find(std::string_view path) const {
+  // Starts the call of a stream. Null: the stream has been ended, because it is no call that is served.
+  std::shared_ptr<ServerCall> Serve(http2::Stream* stream, const CallTracker& tracker) const {
+    if (RefuseIfNoCall(stream, tracker)) return nullptr;
+    const std::string_view path = stream->headers().Find(":path");
     const auto it = methods_.find(absl::string_view(path.data(), path.size()));
-    return it == methods_.end() ? nullptr : &it->second;
+    if (it == methods_.end()) {
+      EndStream(stream, absl::UnimplementedError("unknown service or method"), tracker, nullptr);
+      return nullptr;
+    }
+    std::shared_ptr<ServerCall> call = it->second(stream);
+    call->Start();
+    return call;
   }
 
  private:

@@ -12,13 +12,13 @@
 #include "server/ops/ops.h"
 #include "server/rpc/heads_service.h"
 #include "server/rpc/health_service.h"
+#include "server/rpc/probe_server.h"
 #include "server/rpc/reflection_service.h"
 #include "server/rpc/registry.h"
 #include "server/rpc/ring_service.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/server_call.h"
 #include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
@@ -76,7 +76,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
-        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops),
+        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops, metrics),
         turn_jobs_(engine, options.loops),
         environment_{.admission = admission,
                      .engine = engine,
@@ -95,13 +95,12 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
               environment_),
-        health_(environment_),
         server_(ServerOptionsOf(options), this) {
     services_ = RegisterOps(environment_, &registry_);
     heads_.Register(&registry_);
     info_.Register(&registry_);
     services_.insert(services_.end(), {"logitd.v1.Heads", "logitd.v1.Server"});
-    health_.Register(&registry_);
+    health_.Register(environment_, &registry_);
     RegisterReflection(services_, environment_, &registry_);
   }
 
@@ -112,6 +111,11 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
       return status;
     }
     SetServing(true);
+    if (!options.probe_listen.empty()) {
+      probes_ = std::make_unique<ProbeServer>(environment_, &health_);
+      absl::Status status = probes_->Start(options.probe_listen, options.socket_mode);
+      if (!status.ok()) return status;
+    }
     server_.Start();
     return absl::OkStatus();
   }
@@ -148,6 +152,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
 
   void RefuseConnections(bool refuse) override { server_.Refuse(refuse); }
 
+  int64_t connection_bytes() const override { return server_.held_bytes(); }
+
   void Shutdown() override { server_.Shutdown(); }
 
  private:
@@ -170,16 +176,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
 
   // http2::ServerEvents
   std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override {
-    if (RefuseIfNoCall(stream, tracker_)) return nullptr;
-    const std::string_view path = stream->headers().Find(":path");
-    const Registry::Make* const make = registry_.Find(path);
-    if (make == nullptr) {
-      EndStream(stream, absl::UnimplementedError("unknown service or method"), tracker_, nullptr);
-      return nullptr;
-    }
-    std::shared_ptr<ServerCall> call = (*make)(stream);
-    call->Start();
-    return call;
+    return registry_.Serve(stream, tracker_);
   }
   void OnOpen(int64_t open) override {
     if (door_metrics_ != nullptr) door_metrics_->OnOpen(open);
@@ -208,7 +205,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   HeadsService heads_;
   ServerService info_;
   HealthService health_;
-  http2::Server server_;  // ends first: its loops use the others
+  std::unique_ptr<ProbeServer> probes_;  // null: none
+  http2::Server server_;                 // ends first: its loops use the others
 };
 
 }  // namespace

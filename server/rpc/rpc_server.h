@@ -28,6 +28,7 @@ namespace logitd::rpc {
 
 struct RpcServerOptions {
   std::vector<std::string> listen;    // "host:port" (port 0 picks one) or "unix:PATH"
+  std::string probe_listen;           // see ProbeServer; empty: none
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string version;
   std::string grpc_version;
@@ -91,6 +92,9 @@ class RpcServer {
 
   // Bytes of all connections since the start.
   virtual http2::Traffic traffic() const = 0;
+
+  // Bytes that all connections hold: see http2::ServerOptions::max_held_bytes.
+  virtual int64_t connection_bytes() const = 0;
 
   // While true, new connections are closed at once.
   virtual void RefuseConnections(bool refuse) = 0;

@@ -17,6 +17,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/door/openssl.h"
+#include "server/door/tls_context.h"
+#include "tests/certificates.h"
 #include "tests/http2/echo.h"
 #include "tests/http2/raw_client.h"
 
@@ -92,6 +95,7 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
     return echo;
   }
   void OnConnectionClosed(Connection*, Cut cut) override { cut_ = cut; }
+  bool TakeHandshake() override { return may_handshake_; }
 
   // Both sides have said hello; the client's part is not looked at.
   void Open() {
@@ -99,7 +103,7 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
     ASSERT_TRUE(client_->Begin());
     Run();
   }
-  void Connect() {
+  void Connect(const door::TlsContext* tls = nullptr) {
     int fds[2];
     ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds), 0);
     for (const int fd : fds) {
@@ -108,8 +112,9 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
     }
     ASSERT_EQ(fcntl(fds[0], F_SETFL, O_NONBLOCK), 0);
     client_.emplace(fds[1]);
-    connection_ = std::make_shared<Connection>(&loop_, this, &held_, limits_, times_, fds[0],
-                                               PeerInfo{.id = 1, .name = "test"}, nullptr);
+    connection_ = std::make_shared<Connection>(
+        &loop_, this, &held_, limits_, times_, fds[0], PeerInfo{.id = 1, .name = "test"},
+        tls == nullptr ? nullptr : TlsSession::Create(*tls, fds[0]));
     connection_->Start();
   }
 
@@ -191,6 +196,7 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
   std::vector<Frame> frames_;
   std::map<int32_t, Answer> answers_;
   std::optional<Cut> cut_;  // nullopt: open
+  bool may_handshake_ = true;
 };
 
 TEST_F(ConnectionTest, SaysItsLimitsFirstAndAcknowledgesThePeers) {
@@ -639,6 +645,116 @@ TEST_F(ConnectionTest, WhatItHoldsIsCounted) {
   EXPECT_EQ(cut_, Cut::kNone);
   EXPECT_EQ(echoes_[0]->closed(), Closed::kLostPeer);
   EXPECT_EQ(connection_->account().held(), 0);
+}
+
+// ---- the account
+
+absl::Span<const std::byte> BytesOf(const std::string& text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+TEST_F(ConnectionTest, TrailersFarBeyondTheLimitCutTheConnectionToo) {
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  Fields huge;
+  for (int i = 0; i < 70; ++i) huge.emplace_back(absl::StrCat("x-", i), std::string(4000, 'y'));
+  Send(client_->Headers(1, huge, true));
+  EXPECT_EQ(cut_, Cut::kHeaderList);
+}
+
+TEST_F(ConnectionTest, AResponseThatOthersPayForIsNotCounted) {
+  Open();
+  const auto body = std::make_shared<std::string>(200'000, 'x');
+  int32_t id = 1;
+  for (const Payer payer : {Payer::kOwner, Payer::kKeep, Payer::kConnection}) {
+    Send(client_->Headers(id, Request("/hold")));
+    Stream* const stream = echoes_.back()->stream();
+    const Field headers[] = {{":status", "200"}};
+    stream->Respond(headers);
+    stream->Send({.span = BytesOf(*body), .keep = body, .payer = payer});
+    Run();
+    EXPECT_GT(stream->unsent_bytes(), 130'000) << "the first window takes the rest";
+    EXPECT_EQ(connection_->account().unsent, payer == Payer::kConnection ? 200'000 : 0);
+    id += 2;
+  }
+  for (const auto& echo : echoes_) echo->stream()->Reset(NGHTTP2_CANCEL);
+  Run();
+  EXPECT_EQ(connection_->account().unsent, 0);
+}
+
+TEST_F(ConnectionTest, WhatAWriteKeepsIsCountedUntilTheKernelTakesIt) {
+  const auto body = std::make_shared<std::string>(size_t{32} << 20, 'x');
+  const auto turns = [&] {
+    for (int i = 0; i < 4; ++i) loop_.Turn(/*wait=*/false);
+  };
+  for (const Payer payer : {Payer::kOwner, Payer::kKeep}) {
+    Open();
+    Send(RawClient::Window(0, 1 << 30), client_->Headers(1, Request("/hold")),
+         RawClient::Window(1, 1 << 30));
+    Stream* const stream = echoes_.back()->stream();
+    const Field headers[] = {{":status", "200"}};
+    stream->Respond(headers);
+    stream->Send({.span = BytesOf(*body), .keep = body, .payer = payer});
+    turns();  // the client does not read
+    EXPECT_GT(stream->unsent_bytes(), 1 << 20);
+    const auto [least, most] =
+        payer == Payer::kOwner ? std::pair(1024, 2 << 20) : std::pair(0, 1024);
+    EXPECT_GT(connection_->account().unsent, least);
+    EXPECT_LT(connection_->account().unsent, most);
+    for (int i = 0; i < 100; ++i) Run();
+    EXPECT_EQ(connection_->account().unsent, 0);
+    connection_->Close();
+    frames_.clear();
+    loop_.Turn(/*wait=*/false);
+  }
+}
+
+TEST_F(ConnectionTest, AnIdleConnectionHoldsNoMoreThanItsPlace) {
+  Open();
+  for (int32_t id = 1; id < 200; id += 2) {
+    Fields fields = Request("/logitd.v1.Sampler/TopK");
+    fields.insert(fields.end(), {{"te", "trailers"},
+                                 {"content-type", "application/grpc"},
+                                 {"user-agent", "grpc-c++/1.51.1 grpc-c/29.0.0 (linux; chttp2)"},
+                                 {"authorization", std::string(71, 't')},
+                                 {"x-request-id", absl::StrCat("request-", id)}});
+    Send(client_->Headers(id, fields), RawClient::Data(id, std::string(100, 'x'), true));
+  }
+  Pass(absl::Seconds(2));
+  EXPECT_EQ(connection_->account().streams, 0);
+  EXPECT_GT(connection_->account().held(), 20'000);
+  EXPECT_LE(connection_->account().held(), kIdleBytes);
+}
+
+// ---- handshakes
+
+// The first bytes that a client of TLS sends.
+std::string ClientHello() {
+  const door::OwnedContext context(SSL_CTX_new(TLS_client_method()));
+  const door::OwnedSsl ssl(SSL_new(context.get()));
+  BIO* const out = BIO_new(BIO_s_mem());
+  SSL_set_bio(ssl.get(), BIO_new(BIO_s_mem()), out);
+  SSL_connect(ssl.get());
+  char* bytes = nullptr;
+  const long size = BIO_get_mem_data(out, &bytes);
+  return {bytes, static_cast<size_t>(size)};
+}
+
+TEST_F(ConnectionTest, AHandshakeWaitsForItsTurn) {
+  static const auto& authority = *new ::logitd::testing::Authority();
+  const auto server = authority.IssueServer();
+  const auto context =
+      door::TlsContext::Create({.certificate = server.certificate, .key = server.key});
+  ASSERT_TRUE(context.ok()) << context.status();
+  Connect(context->get());
+  EXPECT_GE(connection_->account().held(), TlsSession::kHandshakeBytes);
+  ASSERT_TRUE(client_->Send(ClientHello()));
+  may_handshake_ = false;
+  for (int i = 0; i < 3; ++i) loop_.Turn(/*wait=*/false);
+  EXPECT_FALSE(connection_->handshake_begun());
+  may_handshake_ = true;
+  loop_.Turn(/*wait=*/false);
+  EXPECT_TRUE(connection_->handshake_begun());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -35,8 +36,7 @@ class Early final : public Echo {
  public:
   using Echo::Echo;
   void OnBody(absl::Span<const std::byte> bytes) override {
-    EXPECT_TRUE(stream()->HoldEarly(static_cast<int64_t>(bytes.size())));
-    Echo::OnBody(bytes);
+    if (stream()->HoldEarly(static_cast<int64_t>(bytes.size()))) Echo::OnBody(bytes);
   }
 };
 
@@ -45,7 +45,7 @@ class ServerTest : public ::testing::Test, public ServerEvents {
   void Start(ServerOptions options) {
     path_ = absl::StrCat(::testing::TempDir(), "/logitd_http2_", getpid());
     server_ = std::make_unique<Server>(options, this);
-    ASSERT_TRUE(server_->Listen({"unix:" + path_}, std::nullopt).ok());
+    ASSERT_TRUE(server_->Listen({"unix:" + path_, "127.0.0.1:0"}, std::nullopt).ok());
     server_->Start();
   }
   void TearDown() override {  // the loops call this object's methods until then
@@ -68,6 +68,17 @@ class ServerTest : public ::testing::Test, public ServerEvents {
     auto client = std::make_unique<RawClient>(fd);
     client->Begin();
     return client;
+  }
+  // From another origin. Says nothing.
+  std::unique_ptr<RawClient> ConnectTcp() {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const std::string& listening = server_->listening().back();
+    sockaddr_in address = {.sin_family = AF_INET};
+    address.sin_port =
+        htons(static_cast<uint16_t>(std::stoi(listening.substr(listening.rfind(':') + 1))));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    return std::make_unique<RawClient>(fd);
   }
   static bool Becomes(const std::function<bool()>& condition) {
     const absl::Time end = absl::Now() + absl::Seconds(20);
@@ -137,6 +148,22 @@ TEST_F(ServerTest, RefusesMoreConnectionsThanItsLimit) {
   EXPECT_EQ(Call(*Connect(), 1), "hello");
 }
 
+TEST_F(ServerTest, AnOriginLeavesPlacesForOthers) {
+  Start({.max_connections = 8});
+  std::vector<std::unique_ptr<RawClient>> all;
+  for (int i = 0; i < 5; ++i) {
+    all.push_back(Connect());
+    EXPECT_EQ(Call(*all.back(), 1), "hello");
+  }
+  EXPECT_TRUE(Ends(*Connect()));
+  EXPECT_EQ(refused_, 1);
+  for (int i = 0; i < 2; ++i) {
+    all.push_back(ConnectTcp());
+    all.back()->Begin();
+    EXPECT_EQ(Call(*all.back(), 1), "hello") << "another origin";
+  }
+}
+
 TEST_F(ServerTest, RefusesWhileItIsTold) {
   Start({});
   auto before = Connect();
@@ -165,6 +192,28 @@ TEST_F(ServerTest, WhileTooMuchIsHeldTheStillestConnectionIsCut) {
   EXPECT_TRUE(Ends(*holder));
   EXPECT_EQ(cut_, Cut::kMemory);
   EXPECT_EQ(Call(*honest, 3), "hello");
+}
+
+TEST_F(ServerTest, TheOriginThatHoldsMostLosesFirst) {
+  Start({.loops = 2, .max_held_bytes = int64_t{2} << 20});
+  int64_t sent = 0;
+  const auto hold = [&](RawClient& client, int32_t stream) {
+    EXPECT_TRUE(client.Send(client.Headers(stream, Request("/"))));
+    EXPECT_TRUE(client.Send(RawClient::Data(stream, std::string(50'000, 'x'))));
+    sent += 50'000;
+    EXPECT_TRUE(Becomes([&] { return server_->traffic().received > sent; }));
+  };
+  auto honest = Connect();
+  for (int32_t stream = 1; stream < 11; stream += 2) hold(*honest, stream);
+  std::vector<std::unique_ptr<RawClient>> many;
+  while (cut_ != Cut::kMemory && many.size() < 40) {
+    many.push_back(ConnectTcp());
+    many.back()->Begin();
+    hold(*many.back(), 1);  // less than the honest one
+  }
+  EXPECT_TRUE(Becomes([&] { return cut_ == Cut::kMemory; }));
+  EXPECT_TRUE(Becomes([&] { return server_->held_bytes() < (2 << 20) / 8 * 7; }));
+  EXPECT_EQ(Call(*honest, 11), "hello");
 }
 
 TEST_F(ServerTest, ADrainClosesConnectionsWithoutCalls) {

@@ -32,12 +32,10 @@ void PlainCall::OnMessageSize(size_t bytes) {
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, kMaxMessage)));
   }
   Grant(bytes);
-  const auto memory = std::make_shared<std::string>(bytes, '\0');
-  Receive({.bytes = {reinterpret_cast<std::byte*>(memory->data()), bytes}, .keep = memory});
+  ReceiveWhole();
 }
 
 void PlainCall::OnMessage(MessageMemory message) {
-  StopReceiveTimer();
   have_message_ = true;
   OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
   if (method_.client_streams && !finished()) Grant(0);

@@ -19,7 +19,7 @@ namespace logitd::rpc {
 
 struct CallReport;
 
-// What a method of these services is.
+// The description of a method of these services.
 struct PlainMethod {
   std::string_view path;                          // "/logitd.v1.Heads/List"; outlives the calls
   bool open = false;                              // anybody may call it
@@ -51,6 +51,7 @@ class PlainCall : public ServerCall {
   void Answer(const absl::Status& status, const google::protobuf::MessageLite& answer);
   void Send(const google::protobuf::MessageLite& answer);
   void End(const absl::Status& status) override;
+  void OnOver() override;
 
   const CallEnvironment& environment() const { return environment_; }
   const PlainMethod& method() const { return method_; }
@@ -61,7 +62,6 @@ class PlainCall : public ServerCall {
   void OnMessage(MessageMemory message) override;
   void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
-  void OnOver() override;
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;
