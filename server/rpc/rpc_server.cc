@@ -1,5 +1,7 @@
 #include "server/rpc/rpc_server.h"
 
+#include <spdlog/spdlog.h>
+
 #include <functional>
 #include <string_view>
 #include <utility>
@@ -115,6 +117,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
       probes_ = std::make_unique<ProbeServer>(environment_, &health_);
       absl::Status status = probes_->Start(options.probe_listen, options.socket_mode);
       if (!status.ok()) return status;
+      spdlog::info("probes on {}", probes_->listening());
     }
     server_.Start();
     return absl::OkStatus();

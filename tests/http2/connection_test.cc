@@ -20,6 +20,7 @@
 #include "server/door/openssl.h"
 #include "server/door/tls_context.h"
 #include "tests/certificates.h"
+#include "tests/http2/client_hello.h"
 #include "tests/http2/echo.h"
 #include "tests/http2/raw_client.h"
 
@@ -728,18 +729,6 @@ TEST_F(ConnectionTest, AnIdleConnectionHoldsNoMoreThanItsPlace) {
 
 // ---- handshakes
 
-// The first bytes that a client of TLS sends.
-std::string ClientHello() {
-  const door::OwnedContext context(SSL_CTX_new(TLS_client_method()));
-  const door::OwnedSsl ssl(SSL_new(context.get()));
-  BIO* const out = BIO_new(BIO_s_mem());
-  SSL_set_bio(ssl.get(), BIO_new(BIO_s_mem()), out);
-  SSL_connect(ssl.get());
-  char* bytes = nullptr;
-  const long size = BIO_get_mem_data(out, &bytes);
-  return {bytes, static_cast<size_t>(size)};
-}
-
 TEST_F(ConnectionTest, AHandshakeWaitsForItsTurn) {
   static const auto& authority = *new ::logitd::testing::Authority();
   const auto server = authority.IssueServer();
@@ -748,7 +737,7 @@ TEST_F(ConnectionTest, AHandshakeWaitsForItsTurn) {
   ASSERT_TRUE(context.ok()) << context.status();
   Connect(context->get());
   EXPECT_GE(connection_->account().held(), TlsSession::kHandshakeBytes);
-  ASSERT_TRUE(client_->Send(ClientHello()));
+  ASSERT_TRUE(client_->Send(testing::ClientHello()));
   may_handshake_ = false;
   for (int i = 0; i < 3; ++i) loop_.Turn(/*wait=*/false);
   EXPECT_FALSE(connection_->handshake_begun());
