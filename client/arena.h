@@ -25,8 +25,9 @@ class CudaMemory;
 // process can use.
 enum class ArenaKind { kHost, kCuda };
 
-// A lease and its memory, mapped to be read and written. The lease ends with the object; a request
-// that runs then still reads what was there. Writing to rows while a request that names them runs may
+// A lease and its memory, mapped to be read and written. The lease ends with the object, or with the
+// server; a request that runs then still reads what was there. Another mapping of the host's memory
+// reads zeros soon after the lease has ended, because the server takes its pages back. Writing to rows while a request that names them runs may
 // change that request's answer. Thread-safe, as far as memory is.
 class Arena {
  public:

@@ -176,6 +176,11 @@ class HostShardedStream final : public ShardedStream {
     return OfShard(0, lead().Fill(slab, offset, bytes, to));
   }
 
+  absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+    LOGITD_RETURN_IF_ERROR(hung_);
+    return OfShard(0, lead().Gather(copies));
+  }
+
   absl::Status LinearTopK(const LinearTopKArgs& args) override {
     TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
     const int64_t step = RowsAtOnce(shape.bytes());

@@ -51,7 +51,8 @@ constexpr const char* kDescription =
     "GPU), --max-held-bytes for messages and answers, and --max-connection-bytes for what else\n"
     "connections hold. On the CPU also the heads, and 64 MiB for each stream that uses one.\n";
 
-constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();  // gRPC's largest limit
+// The most that gRPC's clients send.
+constexpr int64_t kMaxMessage = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = int64_t{1} << 40;
 constexpr absl::Duration kMaxDuration = absl::Hours(24);
 
@@ -235,6 +236,18 @@ void AddSocketMode(CLI::App& app, std::optional<mode_t>* value) {
             [value](const std::string& text) { return ParseMode(text, 0, &value->emplace()); });
 }
 
+void AddAddresses(CLI::App& app, Config* config) {
+  Add(app, "--listen", &config->listen,
+      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+  AddSocketMode(app, &config->socket_mode);
+  Add(app, "--probe-listen", &config->probe_listen,
+      "Address that answers only health probes, in plaintext and under any load; repeatable")
+      ->delimiter(',')
+      ->type_name("ADDRESS");
+}
+
 // Who may come in and call.
 void AddDoor(CLI::App& app, Config* config) {
   Add(app, "--tls-cert", &config->tls_cert,
@@ -396,10 +409,12 @@ void CheckTogether(const Config& config) {
                                               : std::string(address.status().message())));
   };
   for (const std::string& address : config.listen) check_address("--listen", address, true);
+  for (const std::string& address : config.probe_listen) {
+    check_address("--probe-listen", address, true);
+  }
   if (config.metrics_listen != "off") {
     check_address("--metrics-listen", config.metrics_listen, false);
   }
-  if (!config.probe_listen.empty()) check_address("--probe-listen", config.probe_listen, true);
   if (!config.arena_listen.empty()) CheckArenas(config);
   CheckDoor(config);
   std::error_code error;
@@ -502,11 +517,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
                        absl::StrFormat("logitd %s, %s", Version(), TransportVersion()));
   app.get_formatter()->column_width(34);
 
-  Add(app, "--listen", &config->listen,
-      "Address to serve on: HOST:PORT (port 0 picks one) or unix:PATH; repeatable")
-      ->delimiter(',')
-      ->type_name("ADDRESS");
-  AddSocketMode(app, &config->socket_mode);
+  AddAddresses(app, config);
   AddChoice(app, "--backend", &config->backend, {"auto", "cpu", "cuda"},
             "auto uses CUDA if a device answers, else the CPU");
   AddDevices(app, &config->devices);
@@ -566,10 +577,6 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
               "message that is still being received");
   Add(app, "--metrics-listen", &config->metrics_listen,
       "HOST:PORT of the Prometheus endpoint /metrics (port 0 picks one), or off")
-      ->type_name("ADDRESS");
-  Add(app, "--probe-listen", &config->probe_listen,
-      "Address for probes: HOST:PORT (port 0 picks one) or unix:PATH. It serves grpc.health.v1 and "
-      "nothing else, without TLS and identities, outside of the limits of --listen")
       ->type_name("ADDRESS");
   AddDuration(
       app, "--slow-call", &config->slow_call, absl::ZeroDuration(), /*infinite=*/true,

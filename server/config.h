@@ -19,6 +19,7 @@ namespace logitd {
 
 struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
+  std::vector<std::string> probe_listen;  // only for health, in plaintext
   std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   std::vector<int> devices = {0};  // numbers, each once; empty: all that there are
@@ -57,7 +58,6 @@ struct Config {
   absl::Duration receive_timeout = absl::Seconds(30);
   absl::Duration drain_grace = absl::Seconds(30);
   std::string metrics_listen = "127.0.0.1:9464";  // or "off"
-  std::string probe_listen;                       // for health only; empty: none
   absl::Duration slow_call = absl::Seconds(1);    // one that takes longer has a line in the log
   absl::Duration stall_timeout = absl::Seconds(10);
   std::string log_level = "info";

@@ -8,10 +8,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/arena/pin_budget.h"
+#include "server/base/clock.h"
 #include "server/log/limited.h"
 
 namespace logitd {
@@ -19,7 +19,7 @@ namespace {
 
 // What has taken since `begun`.
 void Spend(absl::Time begun, arena::PinBudget* budget) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   budget->Spend(now - begun, now);
 }
 
@@ -30,7 +30,7 @@ class CudaArena final : public arena::DeviceArena {
       : backend_(backend), device_(device), memory_(memory), budget_(budget), fd_(memory.fd) {}
   ~CudaArena() override {
     if (fd_ >= 0) close(fd_);
-    const absl::Time begun = absl::Now();
+    const absl::Time begun = SteadyNow();
     backend_->FreeShared(memory_);
     Spend(begun, budget_);
   }
@@ -73,7 +73,7 @@ class CudaArenas final : public arena::ArenaDevices {
 
   absl::StatusOr<std::unique_ptr<arena::DeviceArena>> Make(int device, int64_t bytes) override {
     Backend* const backend = devices_->backend(device);
-    const absl::Time begun = absl::Now();
+    const absl::Time begun = SteadyNow();
     if (!shared_budget_.Allows(begun)) {
       return absl::ResourceExhaustedError(
           "arena: got one more lease of a GPU's memory after leases without pause, allowed as many "
@@ -90,7 +90,7 @@ class CudaArenas final : public arena::ArenaDevices {
     int device = 0;
     while (device + 1 < devices_->count() && devices_->lost(device)) ++device;
     Backend* const backend = devices_->backend(device);
-    const absl::Time begun = absl::Now();
+    const absl::Time begun = SteadyNow();
     const absl::Status pinned = backend->PinHost(data, static_cast<size_t>(bytes));
     Spend(begun, &pin_budget_);
     if (!pinned.ok()) {
@@ -100,14 +100,14 @@ class CudaArenas final : public arena::ArenaDevices {
       return nullptr;
     }
     return {data, [this, backend](std::byte* at) {
-              const absl::Time unpins = absl::Now();
+              const absl::Time unpins = SteadyNow();
               backend->UnpinHost(at);
               Spend(unpins, &pin_budget_);
             }};
   }
 
   bool pins() const override {
-    if (pin_budget_.Allows(absl::Now())) return true;
+    if (pin_budget_.Allows(SteadyNow())) return true;
     log::Limited(log::Source::kArenas, spdlog::level::info,
                  "arena: leases come so fast that memory is not pinned: their rows are copied by "
                  "the CPU");
@@ -116,8 +116,8 @@ class CudaArenas final : public arena::ArenaDevices {
 
  private:
   const std::shared_ptr<const engine::Devices> devices_;
-  mutable arena::PinBudget pin_budget_{absl::Now()};
-  arena::PinBudget shared_budget_{absl::Now()};
+  mutable arena::PinBudget pin_budget_{SteadyNow()};
+  arena::PinBudget shared_budget_{SteadyNow()};
 };
 
 }  // namespace

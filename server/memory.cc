@@ -62,9 +62,8 @@ HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t m
   if (cpu) {
     most.heads = max_head_bytes * devices;
     most.head_scratch = streams * kHeadScratch;
-  } else if (!config.arena_listen.empty()) {
-    most.leases = config.max_arena_bytes;
   }
+  if (!config.arena_listen.empty()) most.leases = config.max_arena_bytes;
   return most;
 }
 

@@ -25,7 +25,7 @@ struct HostMemory {
       0;              // http2::Account of all: sessions, header lists, early bytes, unsent answers
   int64_t heads = 0;  // on the CPU
   int64_t head_scratch = 0;  // of the CPU's streams that use a head
-  int64_t leases = 0;        // on a GPU, whose leases are pinned
+  int64_t leases = 0;        // pinned for a GPU; on the CPU pages that only the server has written
   int64_t process = 0;       // without what CUDA takes
 
   int64_t Sum() const {

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "server/base/clock.h"
 
 namespace logitd {
 namespace {
@@ -27,8 +27,9 @@ int64_t ResidentBytes() {
   const ssize_t got = read(fd, text, sizeof(text) - 1);
   close(fd);
   long long pages = 0;
-  if (got <= 0 || std::sscanf(text, "%*d %lld", &pages) != 1) return 0;
-  return static_cast<int64_t>(pages) * sysconf(_SC_PAGESIZE);
+  long long shared = 0;
+  if (got <= 0 || std::sscanf(text, "%*d %lld %lld", &pages, &shared) != 2) return 0;
+  return static_cast<int64_t>(pages - shared) * sysconf(_SC_PAGESIZE);
 }
 
 MemoryWatch::MemoryWatch(MemoryWatchOptions options)
@@ -60,9 +61,9 @@ absl::Duration MemoryWatch::Look() {
     options_.saw(resident);
     return shedding_ ? kShortPeriod : options_.period;
   }
-  const absl::Time start = absl::Now();
+  const int64_t start_ns = MonotonicNanos();
   options_.give_back();
-  const absl::Duration taken = absl::Now() - start;
+  const absl::Duration taken = absl::Nanoseconds(MonotonicNanos() - start_ns);
   resident = options_.resident();
   options_.saw(resident);
   if (resident > most) Shed(true);
@@ -70,14 +71,14 @@ absl::Duration MemoryWatch::Look() {
 }
 
 void MemoryWatch::GiveBackUnused(int64_t resident) {
-  const absl::Time now = absl::Now();
+  const int64_t now_ns = MonotonicNanos();
   if (resident - options_.base <= options_.held() + options_.spare) {
-    unused_since_ = absl::InfiniteFuture();
-  } else if (unused_since_ == absl::InfiniteFuture()) {
-    unused_since_ = now;
-  } else if (now - unused_since_ >= options_.quiet) {
+    unused_since_ns_ = 0;
+  } else if (unused_since_ns_ == 0) {
+    unused_since_ns_ = now_ns;
+  } else if (now_ns - unused_since_ns_ >= absl::ToInt64Nanoseconds(options_.quiet)) {
     options_.give_back();
-    unused_since_ = absl::InfiniteFuture();
+    unused_since_ns_ = 0;
   }
 }
 

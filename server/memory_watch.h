@@ -14,7 +14,8 @@
 
 namespace logitd {
 
-// Resident memory of the process; 0 if the system does not tell.
+// Resident memory of the process only: without leased memory, which other processes have too, and
+// without pages of files. 0 if the system does not tell.
 int64_t ResidentBytes();
 
 struct MemoryWatchOptions {
@@ -66,7 +67,7 @@ class MemoryWatch {
 
   // Only the thread uses these.
   bool shedding_ = false;
-  absl::Time unused_since_ = absl::InfiniteFuture();
+  int64_t unused_since_ns_ = 0;  // 0: it is not
 
   absl::Mutex mutex_;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;

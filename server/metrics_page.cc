@@ -44,6 +44,11 @@ void AddTraffic(const http2::Traffic& traffic, std::vector<prometheus::MetricFam
   AddSample(&families->back(), static_cast<double>(traffic.received));
   families->push_back(Counter("logitd_sent_bytes_total", "Bytes sent on all connections."));
   AddSample(&families->back(), static_cast<double>(traffic.sent));
+  prometheus::MetricFamily& held = families->emplace_back();
+  held.name = "logitd_connection_bytes";
+  held.help = "Bytes that connections hold, beside messages that were admitted.";
+  held.type = prometheus::MetricType::Gauge;
+  held.metric.emplace_back().gauge.value = static_cast<double>(traffic.held);
 }
 
 void Append(std::vector<prometheus::MetricFamily> more,

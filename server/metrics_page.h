@@ -41,6 +41,7 @@ class ServerTraffic {
 //
 //   logitd_build_info{version,grpc,backend}  1
 //   logitd_received_bytes_total, logitd_sent_bytes_total  of all connections
+//   logitd_connection_bytes  that they hold beside messages that were admitted
 //   logitd_log_lines_suppressed_total{source}             see log/limited.h
 //   process_*                                             see process_metrics.h
 //   logitd_device_*                                       see gpu_metrics.h; only with a GPU

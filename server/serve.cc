@@ -28,6 +28,8 @@
 #include "kernels/usable_cores.h"
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
+#include "server/arena/page_remover.h"
+#include "server/base/clock.h"
 #include "server/device_arenas.h"
 #include "server/door/door_metrics.h"
 #include "server/door/watched_files.h"
@@ -88,6 +90,7 @@ struct Parts {
   Door front_door;
   std::atomic<rpc::RpcServer*> rechecked = nullptr;  // after a change of the identities
   std::unique_ptr<door::WatchedFiles> files;
+  std::unique_ptr<arena::PageRemover> page_remover;  // null without --arena-listen
   std::unique_ptr<arena::ArenaDevices> arena_devices;
   std::unique_ptr<arena::Leases> leases;
   std::unique_ptr<arena::ArenaServer> arenas;  // null without --arena-listen
@@ -111,6 +114,15 @@ void TuneMalloc(int cores) {
 // Debian's Abseil looks for deadlocks at every lock. In a profile of refused calls that was 4 to 7% of
 // the samples.
 void TuneMutexes() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
+
+// Forks a process, so it comes before threads, devices and memory.
+absl::Status StartPageRemover(const Config& config, Parts& parts) {
+  if (config.arena_listen.empty()) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<arena::PageRemover>> remover = arena::PageRemover::Start();
+  LOGITD_RETURN_IF_ERROR(remover.status());
+  parts.page_remover = *std::move(remover);
+  return absl::OkStatus();
+}
 
 // ---- what computes
 
@@ -261,7 +273,7 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
       arena::LeaseLimits{.max_bytes = config.max_arena_bytes,
                          .max_leases = config.max_leases,
                          .max_device_bytes = config.max_device_arena_bytes},
-      parts.arena_devices.get());
+      parts.arena_devices.get(), parts.page_remover.get());
   absl::StatusOr<std::unique_ptr<arena::ArenaServer>> arenas = ServeArenas(
       config, parts.front_door.identities.get(), parts.leases.get(), parts.metrics->registry());
   LOGITD_RETURN_IF_ERROR(arenas.status());
@@ -281,8 +293,8 @@ http2::Limits LimitsOf(const Config& config) {
 
 rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
   return {.listen = config.listen,
-          .probe_listen = config.probe_listen,
           .socket_mode = config.socket_mode,
+          .probe_listen = config.probe_listen,
           .version = std::string(Version()),
           .grpc_version = std::string(TransportVersion()),
           .max_request_bytes = config.max_request_bytes,
@@ -321,13 +333,16 @@ absl::Status StartServer(const Config& config, Parts& parts) {
   parts.server = *std::move(server);
   parts.memory_watch =
       WatchMemory(config, *parts.devices, base_bytes, *parts.admission, *parts.metrics,
-                  parts.door_metrics, *parts.leases, parts.places.get(), parts.server.get());
+                  parts.door_metrics, parts.places.get(), parts.server.get());
   parts.traffic->Set(parts.server.get());
   parts.rechecked = parts.server.get();
   if (parts.arenas != nullptr) parts.arenas->ServeRings(parts.server->ring_service(), parts.cores);
   parts.files->Start();
   LogHostMemory(config, *parts.devices);
   if (config.insecure) spdlog::warn("--insecure: see docs/operations.md, \"Who may call\"");
+  if (!config.probe_listen.empty()) {
+    spdlog::info("probes on {}", absl::StrJoin(parts.server->probes_listening(), " "));
+  }
   spdlog::info("listening on {}", absl::StrJoin(parts.server->listening(), " "));
   return absl::OkStatus();
 }
@@ -371,13 +386,13 @@ Events::Kind Drain(const Config& config, Events::Kind event, Events& events,
   if (event == Events::kLost) return event;
   spdlog::info("draining: {} calls to finish within {}", server.calls(),
                absl::FormatDuration(config.drain_grace));
-  const absl::Time end = absl::Now() + config.drain_grace;
+  const absl::Time end = SteadyNow() + config.drain_grace;
   // A slice without a caller also gets the grace: it may be slow, and the device may be well.
   const auto busy = [&] {
     return server.calls() > 0 || server.loading() || !engine.WaitIdle(absl::InfinitePast());
   };
   event = Events::kNothing;
-  while (busy() && absl::Now() < end && event == Events::kNothing) event = events.Wait(kPoll);
+  while (busy() && SteadyNow() < end && event == Events::kNothing) event = events.Wait(kPoll);
   return event;
 }
 
@@ -387,7 +402,7 @@ void EndBatches(Parts& parts) {
     if (const auto batch = parts.engine->OldestRunning()) LeaveBatch(*batch, *parts.devices);
   };
   // A ring's thread runs batches too.
-  if (parts.arenas != nullptr && !parts.arenas->EndRings(absl::Now() + kLastBatch)) leave();
+  if (parts.arenas != nullptr && !parts.arenas->EndRings(kLastBatch)) leave();
   parts.server->Shutdown();
   if (!parts.engine->WaitIdle(absl::Now() + kLastBatch)) leave();
   parts.engine->Stop();
@@ -402,8 +417,8 @@ int End(Events::Kind drained, Parts& parts) {
   EndBatches(parts);
   log::ReportSuppressed();
   spdlog::info("drained: {} calls cut short", cut);
-  const absl::Time end = absl::Now() + kLastWrites;
-  while (parts.server->loading() && absl::Now() < end) absl::SleepFor(kPoll);
+  const absl::Time end = SteadyNow() + kLastWrites;
+  while (parts.server->loading() && SteadyNow() < end) absl::SleepFor(kPoll);
   // The last batch, or the last chunk of a load, may have lost the device.
   if (parts.events.Wait(absl::ZeroDuration()) == Events::kLost) LeaveLostDevice();
   if (parts.server->loading()) LeaveLoad();
@@ -421,6 +436,7 @@ int Serve(const Config& config, MakeBackends make_backends) {
   const absl::StatusOr<int64_t> max_connections = MaxConnections(config);
   if (!max_connections.ok()) return CannotStart(max_connections.status());
   parts.max_connections = *max_connections;
+  if (absl::Status s = StartPageRemover(config, parts); !s.ok()) return CannotStart(s);
   if (absl::Status s = StartEngine(config, make_backends, parts); !s.ok()) return CannotStart(s);
   if (const auto code = LoadHeads(config, parts.heads.get(), parts.engine.get(), &parts.events)) {
     return *code;

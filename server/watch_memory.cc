@@ -25,8 +25,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
-                                         const arena::Leases& leases, engine::Places* places,
-                                         rpc::RpcServer* server) {
+                                         engine::Places* places, rpc::RpcServer* server) {
   const bool cpu = devices.info(0).backend == "cpu";
   const HostMemory most = MostHostMemory(config, cpu, devices.count(), /*max_head_bytes=*/0);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
@@ -46,13 +45,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
             return device_growth() + std::max(admission.held_bytes(), places->pinned());
           },
       .shed = [server](bool shed) { server->RefuseConnections(shed); },
-      .saw =
-          [=](int64_t resident) {
-            door_metrics->SetResident(resident, limit());
-            door_metrics->SetConnectionBytes(server->connection_bytes());
-          },
-      // Pinned arenas have a limit of their own.
-      .resident = [&leases] { return ResidentBytes() - leases.pinned_bytes(); },
+      .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
       .give_back =
           [places] {
             malloc_trim(0);

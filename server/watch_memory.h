@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "server/arena/leases.h"
 #include "server/config.h"
 #include "server/door/door_metrics.h"
 #include "server/engine/admission.h"
@@ -18,13 +17,13 @@ namespace logitd {
 
 // Watches the memory of the process from here on. What the process may have besides its start is
 // what docs/operations.md says: what calls and connections may hold and, on the CPU, memory that
-// becomes resident when it is first used. `base`: resident bytes before the server started.
+// becomes resident when it is first used. Leases have a limit of their own. `base`: ResidentBytes()
+// before the server started.
 std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,
                                          std::shared_ptr<door::DoorMetrics> door_metrics,
-                                         const arena::Leases& leases, engine::Places* places,
-                                         rpc::RpcServer* server);
+                                         engine::Places* places, rpc::RpcServer* server);
 
 }  // namespace logitd
 

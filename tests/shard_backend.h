@@ -91,6 +91,9 @@ class ShardBackend final : public Backend {
     absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
       return stream_->Fill(slab, offset, bytes, to);
     }
+    absl::Status Gather(absl::Span<const RowsCopy> copies) override {
+      return stream_->Gather(copies);
+    }
     absl::Status LinearTopK(const LinearTopKArgs& args) override {
       return stream_->LinearTopK(args);
     }

@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,11 +17,11 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "prometheus/counter.h"
 #include "prometheus/family.h"
 #include "prometheus/gauge.h"
 #include "prometheus/registry.h"
+#include "server/base/clock.h"
 #include "server/log/limited.h"
 
 namespace logitd::arena {
@@ -30,7 +31,8 @@ namespace {
 constexpr int64_t kSilentPeers = 64;
 // How often unused memory is looked for while there is some that calls still use, and how long no
 // connection is accepted after one failed for lack of descriptors.
-constexpr absl::Duration kSoon = absl::Milliseconds(20);
+constexpr int64_t kSoonNs = 20'000'000;
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 prometheus::Gauge* AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
   return &prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
@@ -113,7 +115,7 @@ absl::Status CheckAsk(const ArenaAsk& ask, size_t bytes) {
 struct ArenaServer::Peer {
   int fd;
   ucred user;
-  absl::Time ask_by;             // if it has no lease
+  int64_t ask_by_ns;             // if it has no lease
   std::optional<LeaseId> lease;  // since it has asked
   std::shared_ptr<Ring> ring;    // null: none; its thread reads the connection
 };
@@ -128,7 +130,10 @@ ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
       stop_fd_(stop_fd),
       open_(AddGauge(*registry_, "logitd_arena_leases", "Leased arenas.")),
       bytes_(AddGauge(*registry_, "logitd_arena_bytes",
-                      "Host memory of arenas, also of ended leases that calls still use.")),
+                      "Host memory of arenas, also of ended leases until it is free.")),
+      leaving_bytes_(AddGauge(*registry_, "logitd_arena_leaving_bytes",
+                              "Host memory of ended leases that no call uses and that is not free "
+                              "yet. A client whose own call holds its file keeps it.")),
       device_bytes_(AddGauge(*registry_, "logitd_arena_device_bytes",
                              "Memory of arenas on all devices, also of ended leases that calls "
                              "still use.")),
@@ -145,6 +150,7 @@ ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
 absl::StatusOr<std::unique_ptr<ArenaServer>> ArenaServer::Start(
     const ArenaServerOptions& options, Leases* leases,
     std::shared_ptr<prometheus::Registry> registry) {
+  if (absl::Status status = CheckMappedWrites(); !status.ok()) return status;
   const absl::StatusOr<std::vector<door::ListeningSocket>> sockets =
       door::ListenOn(options.address, {.type = SOCK_SEQPACKET, .mode = options.mode});
   if (!sockets.ok()) return sockets.status();
@@ -163,7 +169,7 @@ ArenaServer::~ArenaServer() {
   [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
   thread_.join();
   for (Peer& peer : peers_) EndPeer(peer);
-  EndRings(absl::InfiniteFuture());
+  EndRings(absl::InfiniteDuration());
   door::RemoveSocketFile(options_.address, socket_);
   close(socket_.fd);
   close(stop_fd_);
@@ -174,41 +180,42 @@ void ArenaServer::ServeRings(ServeRing serve, int cores) {
   rings_ = std::make_unique<Rings>(std::move(serve), cores);
 }
 
-bool ArenaServer::EndRings(absl::Time deadline) {
+bool ArenaServer::EndRings(absl::Duration most) {
   {
     absl::MutexLock lock(&rings_mutex_);
     if (rings_ != nullptr) ending_rings_ = std::move(rings_);
   }
-  return ending_rings_ == nullptr || ending_rings_->Stop(deadline);
+  return ending_rings_ == nullptr || ending_rings_->Stop(most);
 }
 
 void ArenaServer::Run() {
   bool some_used = false;  // memory of ended leases
   std::vector<pollfd> fds;
   while (true) {
-    const absl::Time now = absl::Now();
-    absl::Time wake = some_used ? now + kSoon : absl::InfiniteFuture();
-    const bool accepts = accept_again_ <= now;
-    if (!accepts) wake = std::min(wake, accept_again_);
-    fds.assign(
-        {{.fd = stop_fd_, .events = POLLIN}, {.fd = accepts ? socket_.fd : -1, .events = POLLIN}});
+    const int64_t now_ns = MonotonicNanos();
+    int64_t wake_ns = some_used ? now_ns + kSoonNs : kNever;
+    const bool accepts = accept_again_ns_ <= now_ns;
+    if (!accepts) wake_ns = std::min(wake_ns, accept_again_ns_);
+    fds.assign({{.fd = stop_fd_, .events = POLLIN},
+                {.fd = accepts ? socket_.fd : -1, .events = POLLIN},
+                {.fd = leases_->freed_fd(), .events = POLLIN}});
+    const size_t before_peers = fds.size();
     for (const Peer& peer : peers_) {
       // Without events, poll still tells the end of the connection.
       const bool reads = peer.ring == nullptr;
       fds.push_back({.fd = peer.fd, .events = reads ? int16_t{POLLIN} : int16_t{0}});
-      if (!peer.lease.has_value()) wake = std::min(wake, peer.ask_by);
+      if (!peer.lease.has_value()) wake_ns = std::min(wake_ns, peer.ask_by_ns);
     }
     int wait_ms = -1;
-    if (wake != absl::InfiniteFuture()) {
-      const absl::Duration wait = std::max(wake - now, absl::ZeroDuration());
-      wait_ms = static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1;
+    if (wake_ns != kNever) {
+      wait_ms = static_cast<int>(std::max<int64_t>(wake_ns - now_ns, 0) / 1'000'000) + 1;
     }
     if (poll(fds.data(), fds.size(), wait_ms) < 0) continue;
     if (fds[0].revents != 0) return;
     for (size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
-      const bool heard = fds[i + 2].revents != 0;
-      const bool late = !peer.lease.has_value() && absl::Now() >= peer.ask_by;
+      const bool heard = fds[before_peers + i].revents != 0;
+      const bool late = !peer.lease.has_value() && MonotonicNanos() >= peer.ask_by_ns;
       if (!heard && late) {
         Refuse(peer, absl::DeadlineExceededError(absl::StrFormat(
                          "arena: got no request in %s, allowed one right after the connection",
@@ -231,11 +238,12 @@ void ArenaServer::Accept() {
     // Without a descriptor for it the connection stays in the queue, and would wake this thread
     // again and again.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-      accept_again_ = absl::Now() + kSoon;
+      accept_again_ns_ = MonotonicNanos() + kSoonNs;
     }
     return;
   }
-  Peer peer = {.fd = fd, .user = {}, .ask_by = absl::Now() + options_.ask_timeout, .lease = {}};
+  const int64_t ask_by_ns = MonotonicNanos() + absl::ToInt64Nanoseconds(options_.ask_timeout);
+  Peer peer = {.fd = fd, .user = {}, .ask_by_ns = ask_by_ns, .lease = {}};
   socklen_t length = sizeof(peer.user);
   absl::Status allowed =
       getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer.user, &length) == 0
@@ -370,6 +378,7 @@ void ArenaServer::EndPeer(Peer& peer) {
 void ArenaServer::ShowLeases() {
   open_->Set(static_cast<double>(leases_->leases()));
   bytes_->Set(static_cast<double>(leases_->bytes()));
+  leaving_bytes_->Set(static_cast<double>(leases_->leaving_bytes()));
   device_bytes_->Set(static_cast<double>(leases_->device_bytes()));
   absl::MutexLock lock(&rings_mutex_);
   rings_open_->Set(rings_ == nullptr ? 0 : rings_->open());

@@ -46,10 +46,10 @@ struct ArenaServerOptions {
 //
 // Counters  logitd_arena_leases_total, logitd_arena_refused_total, logitd_arena_rings_total
 // Gauges    logitd_arena_leases, logitd_arena_bytes, logitd_arena_bytes_limit,
-//           logitd_arena_device_bytes, logitd_arena_rings
+//           logitd_arena_leaving_bytes, logitd_arena_device_bytes, logitd_arena_rings
 class ArenaServer {
  public:
-  // `leases` outlives the server. UNAVAILABLE: cannot listen there.
+  // `leases` outlives the server. UNAVAILABLE: cannot listen there, or cannot write into leases.
   static absl::StatusOr<std::unique_ptr<ArenaServer>> Start(
       const ArenaServerOptions& options, Leases* leases,
       std::shared_ptr<prometheus::Registry> registry);
@@ -57,9 +57,9 @@ class ArenaServer {
   // From here on leases may have rings; `serve` serves their calls. `cores`: how many the process may
   // use. Called once.
   void ServeRings(ServeRing serve, int cores);
-  // Ends every ring, and waits until `deadline` for their threads. False: one still runs. No more
+  // Ends every ring, and waits for their threads, at most so long. False: one still runs. No more
   // rings are opened.
-  bool EndRings(absl::Time deadline);
+  bool EndRings(absl::Duration most);
 
   // Ends every lease and ring, and removes the socket's file.
   ~ArenaServer();
@@ -94,6 +94,7 @@ class ArenaServer {
   const int stop_fd_;
   prometheus::Gauge* open_;
   prometheus::Gauge* bytes_;
+  prometheus::Gauge* leaving_bytes_;
   prometheus::Gauge* device_bytes_;
   prometheus::Counter* opened_;
   prometheus::Counter* refused_;
@@ -104,7 +105,7 @@ class ArenaServer {
   std::unique_ptr<Rings> ending_rings_;  // used by EndRings, which one thread calls at a time
   // Used by the thread only.
   std::vector<Peer> peers_;
-  absl::Time accept_again_ = absl::InfinitePast();  // after a failure for lack of descriptors
+  int64_t accept_again_ns_ = 0;  // after a failure for lack of descriptors
   std::thread thread_;
 };
 

@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "formats/arena_protocol.h"
+#include "server/arena/page_remover.h"
 
 namespace logitd::arena {
 
@@ -54,12 +55,13 @@ class ArenaDevices {
 
 // The memory of a lease. A client may write it at any time, also while it is read.
 //
-// Host memory is a file in memory. No thread of this process ever touches it through a mapping: it
-// reads and writes the file. A page that the client has written is the client's, in the sense of a
-// container's limit, and reading a page that nobody has written takes no memory and gives zeros.
-// Nothing that the client does to the file makes Read wait or fault. A write
-// is different: it takes a page where none is, and it takes the file's lock, which the client's own
-// calls (fallocate) can hold for as long as they run. So only the Writer calls Write.
+// Host memory is a file in memory. This process reads it by reads of the file: reading a page that
+// nobody has written takes no memory and gives zeros. It writes it through a mapping, by a system
+// call, never by a write to the file: a write needs the file's lock, and whoever has the file can hold
+// that for as long as it likes. A write through the mapping needs no lock, and a page that the kernel
+// cannot give is an error of the call, where a store of this process's own would be a signal. So
+// nothing that the client does to the file makes Read or Write wait or fault. A page that the client
+// has written is the client's, in the sense of a container's limit; Write takes a page where none is.
 //
 // Where devices can copy from it, the file has all its pages from the start, and they are pinned: they
 // belong to the server and are never replaced. If the client takes pages out of its file, devices
@@ -68,11 +70,8 @@ class ArenaDevices {
 // Thread-safe.
 class Arena {
  public:
-  // Owns `fd`, a sealed memfd of `bytes` bytes.
-  Arena(int fd, int64_t bytes) : fd_(fd), bytes_(bytes) {}
-  // The same, mapped at `pages`, which devices can copy from for as long as `pin` lives.
-  Arena(int fd, int64_t bytes, std::byte* pages, std::shared_ptr<const void> pin)
-      : fd_(fd), bytes_(bytes), pages_(pages), pin_(std::move(pin)) {}
+  // Maps `fd`, a sealed memfd of `bytes` bytes, and owns it, also after an error.
+  static absl::StatusOr<std::shared_ptr<Arena>> Map(int fd, int64_t bytes);
   explicit Arena(std::unique_ptr<DeviceArena> memory)
       : fd_(-1), bytes_(memory->bytes()), device_memory_(std::move(memory)) {}
   ~Arena();
@@ -81,11 +80,19 @@ class Arena {
 
   int64_t bytes() const { return bytes_; }
 
+  // Lets devices copy from host memory, if they can. Before others know the arena.
+  void Pin(ArenaDevices* devices) { pin_ = devices->Pin(pages_, bytes_); }
+
   // Whether it is memory of a device, which Read does not read.
   bool on_device() const { return device_memory_ != nullptr; }
   int device() const { return on_device() ? device_memory_->device() : -1; }
   // The address that all devices copy from, or only device(). Null: none can.
-  const std::byte* address() const { return on_device() ? device_memory_->data() : pages_; }
+  const std::byte* address() const {
+    if (on_device()) return device_memory_->data();
+    return pin_ == nullptr ? nullptr : pages_;
+  }
+  // The file of host memory, which from now on is the caller's. Only at the arena's end.
+  int TakeFile() { return std::exchange(fd_, -1); }
 
   // Copies what is at `offset`, one span after the other. [offset, offset + all sizes) must be in
   // the arena. What the system fails to read becomes bytes of 255, which are NaN in every dtype.
@@ -96,24 +103,34 @@ class Arena {
   absl::Status Write(int64_t offset, absl::Span<const std::byte> from) const;
 
  private:
-  const int fd_;  // -1: memory of a device
+  Arena(int fd, int64_t bytes, std::byte* pages) : fd_(fd), bytes_(bytes), pages_(pages) {}
+
+  int fd_;  // -1: memory of a device
   const int64_t bytes_;
   std::byte* const pages_ = nullptr;
   std::shared_ptr<const void> pin_;
   const std::unique_ptr<DeviceArena> device_memory_;
 };
 
+// Whether this process may write through its mappings as Arena::Write does, which takes a file of
+// /proc. UNAVAILABLE: it may not.
+absl::Status CheckMappedWrites();
+
 struct LeaseLimits {
   int64_t max_bytes = 0;         // of the host: of one arena, and of all together
-  int max_leases = 0;            // ended ones that calls still use count too
+  int max_leases = 0;            // ended ones that are not freed yet count too
   int64_t max_device_bytes = 0;  // of each device: of one arena, and of all together
 };
 
 // The leases of a server. Thread-safe.
 class Leases {
  public:
-  // `devices` may be null: then arenas are host memory that no device reads.
-  explicit Leases(LeaseLimits limits, ArenaDevices* devices = nullptr);
+  // `devices` may be null: then arenas are host memory that no device reads. `remover` may be null:
+  // then an ended lease's pages stay until its client has let go of them. Both outlive the leases.
+  explicit Leases(LeaseLimits limits, ArenaDevices* devices = nullptr,
+                  PageRemover* remover = nullptr);
+  // Ended leases that no call uses lose their pages.
+  ~Leases();
 
   struct Lease {
     LeaseId id;
@@ -134,9 +151,12 @@ class Leases {
   // Ends a lease: Find no longer knows it. Called once. Its memory stays until FreeEnded finds it unused.
   void End(const LeaseId& id);
 
-  // Frees the memory of ended leases that no call uses any more. True: some are still used. Freeing
-  // a gigabyte takes a tenth of a second, so calls do not do it.
+  // Frees the memory of ended leases that no call uses any more: the pages of a file leave it, also
+  // while the client has it, and then read as zeros. They count until they have left. True: some are
+  // still used. Unpinning a gigabyte takes a tenth of a second, so calls do not do it.
   bool FreeEnded();
+  // Readable when FreeEnded has something to do. -1: never.
+  int freed_fd() const { return remover_ == nullptr ? -1 : remover_->ended_fd(); }
 
   // The memory of a lease, for as long as the pointer lives. NOT_FOUND: there is no such lease, or
   // it has ended; the text does not repeat the name that was asked for.
@@ -146,30 +166,45 @@ class Leases {
   void BeginDrain();
 
   // Bytes of arenas that are not freed yet, those of ended leases included.
-  int64_t bytes() const;         // of the host
-  int64_t device_bytes() const;  // of all devices
-  int64_t pinned_bytes() const;  // of the host, that are resident in this process
-  int leases() const;            // that have not ended
+  int64_t bytes() const;          // of the host
+  int64_t leaving_bytes() const;  // of them, those that no call uses and that have not left yet
+  int64_t device_bytes() const;   // of all devices
+  int leases() const;             // that have not ended
   const LeaseLimits& limits() const { return limits_; }
 
  private:
   absl::Status CheckDoor() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<int> ChooseDevice(uint32_t asked) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Add(const LeaseId& id, std::shared_ptr<const Arena> arena)
+  absl::Status Add(const LeaseId& id, std::shared_ptr<Arena> arena)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Adds an arena to the counts; with `sign` -1 takes it out.
   void Count(const Arena& arena, int sign) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ended arenas that no call uses, which `ended_` forgets.
+  std::vector<std::shared_ptr<Arena>> TakeUnused() ABSL_LOCKS_EXCLUDED(mutex_);
+  // An arena that no call uses: its memory is free, or leaves.
+  void Free(std::shared_ptr<Arena> arena) ABSL_LOCKS_EXCLUDED(mutex_);
+  void ForgetRemoved() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // A file whose pages are on their way out.
+  struct Leaving {
+    int fd;
+    int64_t bytes;
+    bool asked;  // the remover has it
+  };
 
   const LeaseLimits limits_;
   ArenaDevices* const devices_;
+  PageRemover* const remover_;
   mutable absl::Mutex mutex_;
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t pinned_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t leaving_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<int64_t> device_bytes_ ABSL_GUARDED_BY(mutex_);  // of each device
-  absl::flat_hash_map<LeaseId, std::shared_ptr<const Arena>> leases_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<const Arena>> ended_ ABSL_GUARDED_BY(mutex_);  // not freed yet
+  absl::flat_hash_map<LeaseId, std::shared_ptr<Arena>> leases_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Arena>> ended_ ABSL_GUARDED_BY(mutex_);       // that calls may use
+  absl::flat_hash_map<uint64_t, Leaving> leaving_ ABSL_GUARDED_BY(mutex_);  // by a number
+  uint64_t next_leaving_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace logitd::arena

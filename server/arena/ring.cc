@@ -17,7 +17,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/base/clock.h"
 #include "server/log/limited.h"
 
 namespace logitd::arena {
@@ -169,7 +170,7 @@ void Ring::PostNow() {
 }
 
 bool Ring::MaySpin() {
-  const int64_t idle = absl::GetCurrentTimeNanos() - worked_ns_;
+  const int64_t idle = MonotonicNanos() - worked_ns_;
   if (idle < kSpinNs) return true;
   absl::MutexLock lock(&mutex_);
   return idle < kSpinRunningNs && !open_.empty();
@@ -212,7 +213,7 @@ void Ring::CutOff(const absl::Status& why) {
 
 void Ring::Run() {
   thread_ = std::this_thread::get_id();
-  worked_ns_ = absl::GetCurrentTimeNanos();
+  worked_ns_ = MonotonicNanos();
   while (!stop_) {
     // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
     std::array<char, sizeof(RingAsk)> bell;
@@ -223,7 +224,7 @@ void Ring::Run() {
       break;
     }
     if (*posted || *taken) {
-      worked_ns_ = absl::GetCurrentTimeNanos();
+      worked_ns_ = MonotonicNanos();
       continue;
     }
     if (!rings_->Crowded() && MaySpin() && (spins_ || (spins_ = rings_->TakeSpin()))) {
@@ -231,7 +232,10 @@ void Ring::Run() {
       continue;
     }
     if (std::exchange(spins_, false)) rings_->EndSpin();
-    if (!Sleep().ok()) break;
+    if (absl::Status slept = Sleep(); !slept.ok()) {
+      CutOff(slept);
+      break;
+    }
     ssize_t heard = -1;
     for (int i = 0; i < 64; ++i) {
       heard = recv(socket_, bell.data(), bell.size(), MSG_DONTWAIT);
@@ -243,7 +247,7 @@ void Ring::Run() {
           "ring: got a packet of more than 1 byte, allowed doorbells; a lease has one ring"));
       break;
     }
-    worked_ns_ = absl::GetCurrentTimeNanos();
+    worked_ns_ = MonotonicNanos();
   }
   if (std::exchange(spins_, false)) rings_->EndSpin();
   rings_->calls_.fetch_sub(std::exchange(calls_, 0), std::memory_order_relaxed);
@@ -273,7 +277,7 @@ void WakeList::Run() {
   int64_t look_until = 0;
   while (true) {
     std::shared_ptr<const WakeEvent> ring;
-    while (size_ == 0 && absl::GetCurrentTimeNanos() < look_until) std::this_thread::yield();
+    while (size_ == 0 && MonotonicNanos() < look_until) std::this_thread::yield();
     {
       absl::MutexLock lock(&mutex_);
       mutex_.Await(absl::Condition(&some));
@@ -283,7 +287,7 @@ void WakeList::Run() {
       size_ = rings_.size();
     }
     ring->Raise();
-    look_until = absl::GetCurrentTimeNanos() + kWakerSpinNs;
+    look_until = MonotonicNanos() + kWakerSpinNs;
   }
 }
 
@@ -307,12 +311,12 @@ Rings::Rings(ServeRing serve, int cores)
 }
 
 Rings::~Rings() {
-  Stop(absl::InfiniteFuture());
+  Stop(absl::InfiniteDuration());
   wakes_->End();
   for (std::thread& waker : wakers_) waker.join();
 }
 
-bool Rings::Stop(absl::Time deadline) {
+bool Rings::Stop(absl::Duration most) {
   std::vector<std::shared_ptr<Ring>> rings;
   {
     absl::MutexLock lock(&mutex_);
@@ -324,7 +328,7 @@ bool Rings::Stop(absl::Time deadline) {
   rings.clear();
   absl::MutexLock lock(&mutex_);
   const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rings_.empty(); };
-  return mutex_.AwaitWithDeadline(absl::Condition(&none), deadline);
+  return mutex_.AwaitWithTimeout(absl::Condition(&none), most);
 }
 
 absl::StatusOr<std::shared_ptr<Ring>> Rings::Open(std::shared_ptr<const Arena> arena,

@@ -78,8 +78,7 @@ class WakeList {
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// An open ring. One thread of its own touches the shared memory, because the peer can make a write
-// there wait. Thread-safe.
+// An open ring. Only a thread of its own touches the shared memory. Thread-safe.
 class Ring : public std::enable_shared_from_this<Ring> {
  public:
   // Use Rings::Open.
@@ -180,8 +179,8 @@ class Rings {
   Rings(ServeRing serve, int cores);
   // Stops every ring and waits for its thread.
   ~Rings();
-  // Stops every ring, and waits until `deadline` for their threads. False: one still runs.
-  bool Stop(absl::Time deadline);
+  // Stops every ring, and waits for their threads, at most so long. False: one still runs.
+  bool Stop(absl::Duration most);
   Rings(const Rings&) = delete;
   Rings& operator=(const Rings&) = delete;
 

@@ -37,8 +37,8 @@ struct RingReply {
 absl::Status CheckRing(const RingAsk& ask, size_t bytes, int64_t arena_bytes);
 
 // Reads each byte that the peer may write once, into memory of its own, by reads of the file: a peer
-// that changes it, or takes its pages away, changes only what is read. Its writes may wait for the
-// peer (see Arena), so only the ring's own thread uses it. Not thread-safe.
+// that changes it, or takes its pages away, changes only what is read. Nothing here waits for the peer
+// (see Arena). Not thread-safe.
 class RingPages {
  public:
   // `shape` has passed CheckRing.

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "absl/time/time.h"
+
 namespace logitd {
 
 // Nanoseconds of a clock that never goes back.
@@ -13,6 +15,10 @@ inline int64_t MonotonicNanos() {
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
+
+// The same clock as a time, for budgets, rates and waits. It is not the time of day: compare it only with
+// other times of this clock.
+inline absl::Time SteadyNow() { return absl::FromUnixNanos(MonotonicNanos()); }
 
 }  // namespace logitd
 

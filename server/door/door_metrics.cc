@@ -21,8 +21,6 @@ DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t
                          int64_t max_connection_bytes, absl::Span<const std::string_view> reasons)
     : registry_(std::move(registry)),
       open_(&AddGauge(*registry_, "logitd_connections", "Open connections.")),
-      bytes_(&AddGauge(*registry_, "logitd_connection_bytes",
-                       "Memory that connections hold beside admitted messages.")),
       resident_(&AddGauge(*registry_, "logitd_resident_bytes", "Resident memory.")),
       resident_limit_(&AddGauge(*registry_, "logitd_resident_bytes_limit",
                                 "Most resident memory that the server allows itself.")),
@@ -50,8 +48,6 @@ DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t
 }
 
 void DoorMetrics::OnOpen(int64_t open) { open_->Set(static_cast<double>(open)); }
-
-void DoorMetrics::SetConnectionBytes(int64_t bytes) { bytes_->Set(static_cast<double>(bytes)); }
 
 void DoorMetrics::OnRefused() { refused_->Increment(); }
 

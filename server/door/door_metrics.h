@@ -8,8 +8,7 @@
 //   logitd_connections, logitd_connections_limit  open connections, and the most there may be
 //   logitd_resident_bytes, logitd_resident_bytes_limit
 //                                         resident memory, and the limit of the last guard
-//   logitd_connection_bytes, logitd_connection_bytes_limit
-//                                         what connections hold, and the most that they may
+//   logitd_connection_bytes_limit         the most that connections may hold
 #ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 #define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 
@@ -42,7 +41,6 @@ class DoorMetrics {
   void OnCut(std::string_view reason);
   void OnTooLarge();
   void OnHandshake(std::string_view end);
-  void SetConnectionBytes(int64_t bytes);
   void SetResident(int64_t bytes, int64_t limit);
 
   // Adds the series of TLS. Before the first connection. `ends`: of OnHandshake.
@@ -56,7 +54,6 @@ class DoorMetrics {
  private:
   const std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Gauge* open_;
-  prometheus::Gauge* bytes_;
   prometheus::Gauge* resident_;
   prometheus::Gauge* resident_limit_;
   prometheus::Counter* refused_;

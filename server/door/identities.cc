@@ -118,13 +118,17 @@ bool Usage::BeginCall(int64_t most) {
   return false;
 }
 
-absl::Duration Usage::TakeRows(int64_t rows, double rows_per_second, absl::Time now) {
+absl::Duration Usage::TakeRows(int64_t rows, double rows_per_second, int64_t now_ns) {
   if (rows_per_second <= 0) return absl::ZeroDuration();
   absl::MutexLock lock(&mutex_);
-  const absl::Time full = std::max(full_, now);
-  const absl::Duration empty = full - now - absl::Seconds(1);  // above 0: nothing is left
+  const int64_t full_ns = std::max(full_ns_, now_ns);
+  // Above 0: nothing is left.
+  const absl::Duration empty = absl::Nanoseconds(full_ns - now_ns) - absl::Seconds(1);
   if (empty >= absl::ZeroDuration()) return std::max(empty, absl::Milliseconds(1));
-  full_ = full + absl::Seconds(static_cast<double>(rows) / rows_per_second);
+  // A year stands for longer ones.
+  const absl::Duration takes =
+      std::min(absl::Seconds(static_cast<double>(rows) / rows_per_second), absl::Hours(24 * 365));
+  full_ns_ = full_ns + absl::ToInt64Nanoseconds(takes);
   return absl::ZeroDuration();
 }
 

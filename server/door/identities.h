@@ -39,13 +39,14 @@ class Usage {
 
   // A bucket of one second's rows. A request takes its rows if the bucket is not empty, also more
   // than are in it: what it lacks is paid back before the next request. So a request may have more
-  // rows than come in a second. Zero: the rows were taken; else the time until the next try.
-  absl::Duration TakeRows(int64_t rows, double rows_per_second, absl::Time now);
+  // rows than come in a second. `now_ns`: of MonotonicNanos. Zero: the rows were taken; else the time
+  // until the next try.
+  absl::Duration TakeRows(int64_t rows, double rows_per_second, int64_t now_ns);
 
  private:
   std::atomic<int64_t> calls_ = 0;
   absl::Mutex mutex_;
-  absl::Time full_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // when the bucket is full again
+  int64_t full_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // when the bucket is full again
 };
 
 // Immutable, except what it uses.

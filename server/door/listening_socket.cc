@@ -20,6 +20,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/base/clock.h"
 
 namespace logitd::door {
 namespace {
@@ -142,8 +143,8 @@ class DirectoryLock {
   explicit DirectoryLock(const std::string& path) {
     const std::string directory = std::filesystem::path(path).parent_path().string();
     fd_ = open(directory.empty() ? "." : directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const absl::Time end = absl::Now() + absl::Seconds(1);
-    while (fd_ >= 0 && flock(fd_, LOCK_EX | LOCK_NB) != 0 && absl::Now() < end) {
+    const absl::Time end = SteadyNow() + absl::Seconds(1);
+    while (fd_ >= 0 && flock(fd_, LOCK_EX | LOCK_NB) != 0 && SteadyNow() < end) {
       absl::SleepFor(absl::Milliseconds(10));
     }
   }

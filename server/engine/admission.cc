@@ -224,6 +224,8 @@ struct Admission::State {
         absl::ToInt64Milliseconds(options.retry_delay)));
   }
 
+  std::optional<absl::StatusOr<Ticket>> Decide(RoomAsk& ask) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  WaiterId Wait(RoomAsk ask, Ready ready) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void RunTimer();
   void Look(absl::Time now, std::vector<std::function<void()>>& calls)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -477,58 +479,74 @@ Admission::~Admission() {
   state_->Run(answers);
 }
 
+std::optional<absl::StatusOr<Admission::Ticket>> Admission::TryEnter(RoomAsk& ask) {
+  MutexLock lock(state_->mutex);
+  auto answer = state_->Decide(ask);
+  state_->Publish();
+  return answer;
+}
+
 Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
   State& state = *state_;
-  absl::StatusOr<Ticket> answer = absl::UnknownError("");
+  std::optional<absl::StatusOr<Ticket>> answer;
   WaiterId id = 0;
   {
     MutexLock lock(state.mutex);
-    const Room::Ask asked = state.Asked(ask);
-    if (state.draining && !ask.received) {
-      state.Count(Refusal::kDraining, ask.caller);
-      answer = DrainingError();
-    } else if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= absl::Now()) {
-      state.Count(Refusal::kDeadline, ask.caller);
-      answer = LateError();
-    } else {
-      Room::Holder* const holder = state.room.HolderOf(ask.caller);
-      const int free_places = state.options.max_waiting_calls - state.room.waiting();
-      const bool has_room =
-          state.room.held() + state.room.asked() + asked.bytes <= state.options.max_held_bytes;
-      const int64_t quota = ask.caller.max_held_bytes;
-      if (quota > 0 && holder->held + holder->asked + asked.bytes > quota) {
-        state.Count(Refusal::kQuotaBytes, ask.caller);
-        answer = state.QuotaError(*holder, ask, asked.bytes);
-        state.room.Forget(holder);
-      } else if (const auto part = state.room.TryTake(holder, asked); part.has_value()) {
-        answer = state.MakeTicket(ask, holder, *part);
-      } else if (holder->waiting < free_places || ask.received || has_room) {
-        id = state.next_id++;
-        state.room.Wait(holder, ask.caller.priority, id, asked);
-        const absl::Time deadline = ask.deadline;
-        state.waiters.emplace(id, State::Waiter{std::move(ask), std::move(ready)});
-        if (deadline != absl::InfiniteFuture()) state.deadlines.emplace(deadline, id);
-        const bool new_shortage =
-            state.waiting_since == absl::InfiniteFuture() && state.room.IsShort();
-        const bool turn_ends = !state.turns.empty() && state.turns.begin()->first < state.timer_due;
-        if (deadline < state.timer_due || new_shortage || turn_ends) state.timer_wake.Signal();
-      } else {
-        state.Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller);
-        answer = absl::ResourceExhaustedError(absl::StrFormat(
-            "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",
-            state.room.held(), state.options.max_held_bytes, state.room.waiting(),
-            state.options.max_waiting_calls, holder->waiting,
-            absl::ToInt64Milliseconds(state.options.retry_delay)));
-        state.room.Forget(holder);
-      }
-    }
+    answer = state.Decide(ask);
+    if (!answer.has_value()) id = state.Wait(std::move(ask), std::move(ready));
     state.Publish();
   }
-  if (id == 0) {
-    ready(std::move(answer));
+  if (answer.has_value()) {
+    ready(*std::move(answer));
   } else {
     state.LetIn();  // it may fit into a part that the calls before it cannot use
   }
+  return id;
+}
+
+// nullopt: the call has to wait.
+std::optional<absl::StatusOr<Admission::Ticket>> Admission::State::Decide(RoomAsk& ask) {
+  const Room::Ask asked = Asked(ask);
+  if (draining && !ask.received) {
+    Count(Refusal::kDraining, ask.caller);
+    return DrainingError();
+  }
+  if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= absl::Now()) {
+    Count(Refusal::kDeadline, ask.caller);
+    return LateError();
+  }
+  Room::Holder* const holder = room.HolderOf(ask.caller);
+  const int64_t quota = ask.caller.max_held_bytes;
+  if (quota > 0 && holder->held + holder->asked + asked.bytes > quota) {
+    Count(Refusal::kQuotaBytes, ask.caller);
+    absl::Status error = QuotaError(*holder, ask, asked.bytes);
+    room.Forget(holder);
+    return error;
+  }
+  if (const auto part = room.TryTake(holder, asked); part.has_value()) {
+    return MakeTicket(ask, holder, *part);
+  }
+  const int free_places = options.max_waiting_calls - room.waiting();
+  const bool has_room = room.held() + room.asked() + asked.bytes <= options.max_held_bytes;
+  if (holder->waiting < free_places || ask.received || has_room) return std::nullopt;
+  Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller);
+  absl::Status error = absl::ResourceExhaustedError(absl::StrFormat(
+      "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",
+      room.held(), options.max_held_bytes, room.waiting(), options.max_waiting_calls,
+      holder->waiting, absl::ToInt64Milliseconds(options.retry_delay)));
+  room.Forget(holder);
+  return error;
+}
+
+Admission::WaiterId Admission::State::Wait(RoomAsk ask, Ready ready) {
+  const WaiterId id = next_id++;
+  room.Wait(room.HolderOf(ask.caller), ask.caller.priority, id, Asked(ask));
+  const absl::Time deadline = ask.deadline;
+  waiters.emplace(id, Waiter{std::move(ask), std::move(ready)});
+  if (deadline != absl::InfiniteFuture()) deadlines.emplace(deadline, id);
+  const bool new_shortage = waiting_since == absl::InfiniteFuture() && room.IsShort();
+  const bool turn_ends = !turns.empty() && turns.begin()->first < timer_due;
+  if (deadline < timer_due || new_shortage || turn_ends) timer_wake.Signal();
   return id;
 }
 

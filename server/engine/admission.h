@@ -144,6 +144,9 @@ class Admission {
   // limits and the retry delay).
   WaiterId Enter(RoomAsk ask, Ready ready);
 
+  // The answer of Enter if it is known at once; `ask` is then moved from. nullopt: Enter would wait.
+  std::optional<absl::StatusOr<Ticket>> TryEnter(RoomAsk& ask);
+
   // The call is gone. True: `ready` will never run. False: it has run or is running.
   bool Abandon(WaiterId id);
 

@@ -15,6 +15,7 @@
 #include "formats/safetensors.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
+#include "server/base/clock.h"
 #include "server/engine/devices.h"
 #include "server/engine/head_source.h"
 #include "server/engine/metrics.h"
@@ -415,7 +416,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
   for (bool waiting = true; waiting;) {
     {
       MutexLock lock(mutex_);
-      if (reading_) read_ended_.WaitUntil(mutex_, absl::Now() + kTurnPoll);
+      if (reading_) read_ended_.WaitFor(mutex_, kTurnPoll);
       waiting = reading_;
       if (!waiting) reading_ = true;
     }
@@ -443,7 +444,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
 
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
     const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const {
-  const absl::Time start = absl::Now();
+  const int64_t start_ns = MonotonicNanos();
   const absl::StatusOr<HeadSource> source = OpenHeadSource(request);
   if (!source.ok()) return Named(request.name, source.status());
   HeadView shape = {.weight = {.dtype = source->weight.dtype,
@@ -500,9 +501,9 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   absl::Status copied = CopyAll(*devices_, *source, layouts, memory.parts(), request, progress);
   if (absl::IsResourceExhausted(copied)) return no_memory(copied);
   if (!copied.ok()) return Named(request.name, copied);
-  const absl::Time end = absl::Now();
+  const absl::Duration took = absl::Nanoseconds(MonotonicNanos() - start_ns);
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: loaded in {:.2f} s",
-               request.name, absl::ToDoubleSeconds(end - start));
+               request.name, absl::ToDoubleSeconds(took));
   std::move(give_back).Cancel();
   std::vector<Head::Copy> copies(static_cast<size_t>(devices_->count()));
   for (const Allocation::Part& part : memory.Release()) {
@@ -536,8 +537,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .tensor = source->weight.name,
                                                .stored_vocab = source->weight.shape[0],
                                                .device_bytes = largest_bytes,
-                                               .loaded = end,
-                                               .load_time = end - start,
+                                               .loaded = absl::Now(),
+                                               .load_time = took,
                                                .warnings = source->warnings},
                                               whole),
                                      unload);

@@ -221,15 +221,10 @@ void Load::Shorten(uint64_t caller, absl::Time now, absl::Duration left) {
   line.until = now + kShortLine;
 }
 
-absl::Duration Load::ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
-                               absl::Duration left) const {
+bool Load::IsShort(uint64_t caller, int calls, absl::Time now, absl::Duration left) const {
   const auto line = shortened_.find(caller);
-  if (line == shortened_.end() || now >= line->second.until || left >= line->second.below ||
-      calls < kShortLineFree) {
-    return absl::InfiniteDuration();
-  }
-  const double share = left < kMuchTime ? kShortTime : kShortTimeOfMuch;
-  return std::max(left * share, alone * short_calls_);
+  return line != shortened_.end() && now < line->second.until && left < line->second.below &&
+         calls >= kShortLineFree;
 }
 
 Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
@@ -278,12 +273,12 @@ Load::Decision Load::Decide(const Call& call, absl::Time now) {
     decision.refused = Hopeless(takes / kUsableTime, left);
     return decision;
   }
+  if (!IsShort(call.caller.id, calls, now, left)) return decision;
   // A small call may wait for as many of the caller's large ones as a large one may.
-  const double usual =
-      calls == 0 ? 0 : static_cast<double>(share.work[static_cast<size_t>(priority)]) / calls;
+  const double usual = static_cast<double>(share.work[static_cast<size_t>(priority)]) / calls;
   const double alone = *slowness_[kCall].Predict(std::max(cost, usual), kHeaderMargin);
-  const absl::Duration allowed =
-      ShortLine(call.caller.id, calls, now, absl::Nanoseconds(alone), left);
+  const double part = left < kMuchTime ? kShortTime : kShortTimeOfMuch;
+  const absl::Duration allowed = std::max(left * part, absl::Nanoseconds(alone) * short_calls_);
   if (takes > allowed) {
     Shorten(call.caller.id, now, left);
     decision.refused = TooLong(takes, allowed);
@@ -322,6 +317,9 @@ absl::Status Load::Begin(const Call& call, Work* work) {
 
 absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spec) {
   const absl::Time now = clock_();
+  const int64_t cost = CostOf(*work->op_, message_bytes);
+  const int64_t job_cost = std::max<int64_t>(
+      costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
   MutexLock lock(mutex_);
   if (!work->stated_) {
     const auto bytes = static_cast<double>(message_bytes);
@@ -331,12 +329,11 @@ absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spe
   CallerWork& caller = callers_[work->caller_.id];
   const Priority priority = work->caller_.priority;
   // From here on the true size counts.
-  const int64_t cost = CostOf(*work->op_, message_bytes);
-  ahead_[kCall].Remove(&caller.share[kCall], priority, work->cost_[kCall]);
-  ahead_[kCall].Add(&caller.share[kCall], priority, cost);
-  work->cost_[kCall] = cost;
-  const int64_t job_cost = std::max<int64_t>(
-      costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
+  if (cost != work->cost_[kCall]) {
+    ahead_[kCall].Remove(&caller.share[kCall], priority, work->cost_[kCall]);
+    ahead_[kCall].Add(&caller.share[kCall], priority, cost);
+    work->cost_[kCall] = cost;
+  }
   const double ahead = Ahead(ahead_[kJob].Of(caller.share[kJob], priority, job_cost), job_cost);
   work->arrived_ = true;
   work->cost_[kJob] = job_cost;

@@ -220,10 +220,10 @@ class Load {
   // A call of the caller that had `left` until its deadline was refused: the line is kept short.
   void Shorten(uint64_t caller, absl::Time now, absl::Duration left)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // How long a call may take in the line of its caller, which has so many `calls`; infinite: the line
-  // is not kept short. `alone`: how long it takes without any other call; `left`: until its deadline.
-  absl::Duration ShortLine(uint64_t caller, int calls, absl::Time now, absl::Duration alone,
-                           absl::Duration left) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The line of the caller, which has so many `calls`, is kept short for a call that has `left` until
+  // its deadline.
+  bool IsShort(uint64_t caller, int calls, absl::Time now, absl::Duration left) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The refusal of a call that would make a short line long.
   static Refused TooLong(absl::Duration predicted, absl::Duration allowed);
   Decision Decide(const Call& call, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -76,6 +76,13 @@ class CondVar {
     lock.release();
   }
 
+  // At most so long, on the clock that never goes back.
+  void WaitFor(Mutex& mutex, absl::Duration most) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
+    condition_.wait_for(lock, absl::ToChronoNanoseconds(most));
+    lock.release();
+  }
+
   void Signal() { condition_.notify_one(); }
   void SignalAll() { condition_.notify_all(); }
 

@@ -98,14 +98,14 @@ void Connection::ContinueHandshake() {
     case TlsSession::Step::kWantWrite:
       return loop_->Change(this, fd_, EPOLLOUT);
     case TlsSession::Step::kFailed:
-      host_->OnHandshake(tls_->failure());
+      host_->OnHandshake(this, tls_->failure(), tls_->failure_text());
       return Close();
     case TlsSession::Step::kDone:
       break;
   }
   handshaking_ = false;
   begun_ns_ = loop_->now_ns();
-  host_->OnHandshake(HandshakeEnd::kOk);
+  host_->OnHandshake(this, HandshakeEnd::kOk, "");
   peer_.certificate_names = tls_->CertificateNames();
   loop_->Change(this, fd_, EPOLLIN);
   StartSession();
@@ -244,9 +244,10 @@ int Connection::Refuse(Cut cut) {
   return NGHTTP2_ERR_CALLBACK_FAILURE;
 }
 
-int Connection::CountControl(uint8_t type) {
+int Connection::CountControl(const nghttp2_frame_hd& frame) {
   const int64_t now_ns = loop_->now_ns();
-  if (type == NGHTTP2_PING && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
+  const bool asks = frame.type == NGHTTP2_PING && (frame.flags & NGHTTP2_FLAG_ACK) == 0;
+  if (asks && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
   return control_.Take(now_ns) ? 0 : Refuse(Cut::kControlFrames);
 }
 
@@ -264,9 +265,7 @@ int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
         return Refuse(Cut::kResets);
       }
     }
-    const bool ack = (frame.flags & NGHTTP2_FLAG_ACK) != 0 &&
-                     (frame.type == NGHTTP2_PING || frame.type == NGHTTP2_SETTINGS);
-    return ack || frame.type == NGHTTP2_CONTINUATION ? 0 : CountControl(frame.type);
+    return CountControl(frame);
   }
   control_.Add(kControlFramesPerBody);
   if (frame.type == NGHTTP2_HEADERS) return 0;
@@ -588,7 +587,7 @@ void Connection::Tick() {
   };
   if (handshaking_) {
     if (over(begun_ns_, times_.handshake)) {
-      host_->OnHandshake(HandshakeEnd::kTimeout);
+      host_->OnHandshake(this, HandshakeEnd::kTimeout, "it took too long");
       return Close();
     }
     return SetTick();

@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -35,13 +36,12 @@ namespace logitd::http2 {
 
 // The bytes that a connection holds, by kind. Written by its loop, read by any thread.
 struct Account {
-  std::atomic<int64_t> session =
-      0;  // nghttp2's memory, to the byte, and the connection's own objects
+  std::atomic<int64_t> session = 0;  // the connection, and nghttp2's memory, to the byte
   std::atomic<int64_t> tls = 0;
   std::atomic<int64_t> headers = 0;  // header lists of open streams, and the streams themselves
   std::atomic<int64_t> early = 0;    // body bytes that nobody asked for
   std::atomic<int64_t> unsent =
-      0;  // responses that the peer has not taken and nobody else pays for
+      0;  // of responses: what the peer has not taken and no other pays for
   // Bytes received and sent since the start. A connection that moves is not the first to be cut.
   std::atomic<int64_t> received = 0;
   std::atomic<int64_t> sent = 0;
@@ -69,7 +69,9 @@ class ConnectionHost {
   virtual ~ConnectionHost() = default;
   // The header list of a request is there. Null: the stream has been ended already.
   virtual std::shared_ptr<StreamEvents> OnStream(Stream* stream) = 0;
-  virtual void OnHandshake(HandshakeEnd /*end*/) {}
+  // `text`: why it failed, for the log.
+  virtual void OnHandshake(Connection* /*connection*/, HandshakeEnd /*end*/,
+                           std::string_view /*text*/) {}
   // False: this turn has had its handshakes. The connection asks again in the next one.
   virtual bool TakeHandshake() { return true; }
   virtual void OnConnectionClosed(Connection* connection, Cut cut) = 0;
@@ -129,7 +131,8 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   const PeerInfo& peer() const { return peer_; }
   const Account& account() const { return account_; }
   bool in_handshake() const { return handshaking_; }
-  bool handshake_begun() const { return tls_->has_begun(); }  // with TLS
+  // The peer's hello has come: it has cost a signature, and the peer is probably honest.
+  bool handshake_begun() const { return tls_ != nullptr && tls_->has_begun(); }
 
   void OnReady(uint32_t events) override;
   void OnTurnEnd() override;
@@ -175,7 +178,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int SendBody(Stream* stream, const uint8_t* head, size_t bytes);
 
   // Counts a frame against a budget. 0, or an error that ends the connection.
-  int CountControl(uint8_t type);
+  int CountControl(const nghttp2_frame_hd& frame);
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
   void SubmitTrailers(Stream* stream);

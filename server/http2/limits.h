@@ -60,8 +60,8 @@ struct Limits {
   // exceeds them is refused.
   int64_t max_early_bytes = int64_t{16} << 20;
 
-  // PING, SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY and unknown frames: control_frames, control_rate
-  // more each second, and four more for each DATA or HEADERS frame in either direction.
+  // PING (answers to pings too), SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY, CONTINUATION and unknown
+  // frames: control_frames, control_rate more each second, and four more for each DATA or HEADERS frame in either direction.
   double control_frames = 20000;
   double control_rate = 5000;
   // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each

@@ -52,8 +52,8 @@ class Server::Host final : public ConnectionHost {
     Known& known = all_[connection.get()];
     known.connection = connection;
     if (connection->in_handshake()) {
+      MakeRoomForHandshake();
       handshakes_.push_back(connection.get());
-      EvictHandshake();
     }
     connection->Start();
   }
@@ -85,7 +85,13 @@ class Server::Host final : public ConnectionHost {
   std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
     return server_->events_->OnStream(stream);
   }
-  void OnHandshake(HandshakeEnd end) override { server_->events_->OnHandshake(end); }
+  void OnHandshake(Connection* connection, HandshakeEnd end, std::string_view text) override {
+    server_->events_->OnHandshake(end);
+    if (end == HandshakeEnd::kOk) return;
+    log::Limited(log::Source::kConnections, spdlog::level::info,
+                 "connection {} of {} was closed: its TLS handshake failed: {}",
+                 connection->peer().id, connection->peer().name, text);
+  }
   bool TakeHandshake() override {
     if (std::exchange(handshake_turn_ns_, loop_.now_ns()) != loop_.now_ns()) handshakes_now_ = 0;
     return ++handshakes_now_ <= kHandshakesPerTurn;
@@ -111,15 +117,18 @@ class Server::Host final : public ConnectionHost {
     int64_t looked_ns = 0;
   };
 
-  void EvictHandshake() {
+  // Closes the oldest connection in a handshake if there are too many, at first of those whose peers
+  // are silent.
+  void MakeRoomForHandshake() {
     const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
-    if (static_cast<int64_t>(handshakes_.size()) <= most) return;
-    handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
-    if (static_cast<int64_t>(handshakes_.size()) <= most) return;
-    const auto silent = std::find_if(handshakes_.begin(), std::prev(handshakes_.end()),
+    const auto full = [&] { return static_cast<int64_t>(handshakes_.size()) >= most; };
+    if (full()) handshakes_.remove_if([](const Connection* c) { return !c->in_handshake(); });
+    if (!full()) return;
+    const auto silent = std::find_if(handshakes_.begin(), handshakes_.end(),
                                      [](const Connection* c) { return !c->handshake_begun(); });
-    server_->events_->OnHandshake(HandshakeEnd::kEvicted);
-    (silent == std::prev(handshakes_.end()) ? handshakes_.front() : *silent)->Close();
+    Connection* const out = silent == handshakes_.end() ? handshakes_.front() : *silent;
+    OnHandshake(out, HandshakeEnd::kEvicted, "newer connections needed its place");
+    out->Close();
   }
 
   std::vector<std::shared_ptr<Connection>> Everyone() const {
@@ -140,7 +149,9 @@ class Server::Host final : public ConnectionHost {
 
 Server::Server(const ServerOptions& options, ServerEvents* events)
     : options_(options), events_(events) {
-  for (int i = 0; i < options_.loops; ++i) hosts_.push_back(std::make_unique<Host>(this, i));
+  for (int i = 0; i < options_.loops; ++i) {
+    hosts_.push_back(std::make_unique<Host>(this, options_.first_loop + i));
+  }
 }
 
 Server::~Server() { Shutdown(); }
@@ -270,7 +281,7 @@ int64_t Server::open() const {
 }
 
 Traffic Server::traffic() const {
-  Traffic all;
+  Traffic all = {.held = held_bytes()};
   for (const auto& host : hosts_) {
     all.received += host->held().received.load(std::memory_order_relaxed);
     all.sent += host->held().sent.load(std::memory_order_relaxed);

@@ -28,6 +28,7 @@ namespace logitd::http2 {
 
 struct ServerOptions {
   int loops = 1;
+  int first_loop = 0;  // the number of the first; others count on
   Limits limits;
   Times times;
   // An origin (PeerInfo::origin) may have about half of them: as many as are left for others.
@@ -53,10 +54,11 @@ class ServerEvents {
   virtual void OnHandshake(HandshakeEnd /*end*/) {}
 };
 
-// Bytes of all connections since the start.
+// Bytes of all connections.
 struct Traffic {
-  int64_t received = 0;
+  int64_t received = 0;  // since the start, and
   int64_t sent = 0;
+  int64_t held = 0;  // now: Account::held
 };
 
 // Methods from one thread, except those that say "any thread".

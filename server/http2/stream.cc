@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "server/http2/connection.h"
 
@@ -27,6 +28,8 @@ nghttp2_nv ToNv(const Field& field) {
 }
 
 void HeaderList::Add(std::string_view name, std::string_view value) {
+  constexpr size_t kUsual = 384;  // of gRPC's clients: one allocation
+  if (text_.empty()) text_.reserve(kUsual);
   text_.append(name);
   const auto name_end = static_cast<uint32_t>(text_.size());
   text_.append(value);
@@ -41,8 +44,12 @@ Field HeaderList::operator[](size_t i) const {
 }
 
 std::string_view HeaderList::Find(std::string_view name) const {
-  for (size_t i = 0; i < size(); ++i) {
-    if (const Field field = (*this)[i]; field.name == name) return field.value;
+  uint32_t begin = 0;
+  for (const End& end : ends_) {
+    if (end.name - begin == name.size() && text_.compare(begin, name.size(), name) == 0) {
+      return std::string_view(text_).substr(end.name, end.value - end.name);
+    }
+    begin = end.value;
   }
   return {};
 }

@@ -121,11 +121,6 @@ class Stream {
   // it has not ended.
   void End(absl::Span<const Field> trailers);
   void Reset(uint32_t error);
-  // Bytes of Sends that the kernel has not taken.
-  int64_t unsent_bytes() const { return unsent_bytes_; }
-  // The time when the peer last took something of the response, or of the last Send that found
-  // nothing unsent.
-  int64_t moved_ns() const { return moved_ns_; }
 
  private:
   friend class Connection;
@@ -148,8 +143,9 @@ class Stream {
   bool deferred_ = false;  // nghttp2 waits for bytes
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
-  int64_t unsent_bytes_ = 0;
+  int64_t unsent_bytes_ = 0;  // of Sends: those that no write has been given
   int64_t unpaid_bytes_ = 0;  // of them in Account::unsent
+  // When the peer last took something of the response, or Send was called with nothing unsent.
   int64_t moved_ns_ = 0;
   absl::InlinedVector<std::pair<std::string, std::string>, 2> trailers_;
 };

@@ -55,7 +55,7 @@ class TlsSession {
   // The next step of the handshake.
   enum class Step { kDone, kWantRead, kWantWrite, kFailed };
   Step Handshake();
-  // The peer's hello has come, so the handshake has cost us a signature.
+  // The peer's hello has come.
   bool has_begun() const;
   // After kFailed: why, and in words.
   HandshakeEnd failure() const;

@@ -8,8 +8,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/base/clock.h"
 #include "server/engine/devices.h"
 
 namespace logitd::rpc {
@@ -90,7 +90,7 @@ class LoadCall final : public PlainCall {
 
   // Sends a progress message, unless the last one is too recent or is still being sent.
   void Report(const engine::HeadProgress& progress) {
-    const absl::Time now = absl::Now();
+    const absl::Time now = SteadyNow();
     if (now < next_report_ || sending_) return;
     next_report_ = now + kProgressEvery;
     sending_ = true;

@@ -24,8 +24,8 @@ HealthCheckResponse::ServingStatus StatusOf(std::optional<bool> serving) {
 // Sends the status of one service when it begins, and whenever it changes.
 class HealthService::WatchCall final : public PlainCall {
  public:
-  WatchCall(http2::Stream* stream, const CallEnvironment& environment, HealthService* health)
-      : PlainCall(stream, environment, kWatch), health_(health) {}
+  WatchCall(http2::Stream* stream, HealthService* health)
+      : PlainCall(stream, health->environment_, kWatch), health_(health) {}
 
   // On the loop.
   void Look() {
@@ -65,8 +65,9 @@ class HealthService::WatchCall final : public PlainCall {
   std::optional<HealthCheckResponse::ServingStatus> sent_;
 };
 
-HealthService::HealthService()
-    : check_(UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
+HealthService::HealthService(const CallEnvironment& environment)
+    : environment_(environment),
+      check_(UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
           [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
             const std::optional<bool> serving = Get(request.service());
             if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
@@ -74,12 +75,12 @@ HealthService::HealthService()
             return absl::OkStatus();
           })) {}
 
-void HealthService::Register(const CallEnvironment& environment, Registry* registry) {
-  registry->Add(std::string(kCheck.path), [this, &environment](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment, kCheck, check_);
+void HealthService::Register(Registry* registry) {
+  registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
+    return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
   });
-  registry->Add(std::string(kWatch.path), [this, &environment](http2::Stream* stream) {
-    return std::make_shared<WatchCall>(stream, environment, this);
+  registry->Add(std::string(kWatch.path), [this](http2::Stream* stream) {
+    return std::make_shared<WatchCall>(stream, this);
   });
 }
 

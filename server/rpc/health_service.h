@@ -19,10 +19,11 @@ namespace logitd::rpc {
 // Anybody may ask. Thread-safe.
 class HealthService {
  public:
-  HealthService();
+  // `environment` outlives this.
+  explicit HealthService(const CallEnvironment& environment);
 
-  // This and `environment` outlive the registry.
-  void Register(const CallEnvironment& environment, Registry* registry);
+  // This outlives the registry.
+  void Register(Registry* registry);
 
   // The empty name is the whole server. New names only before the server starts: a watch of an unknown
   // name never learns of it.
@@ -36,6 +37,7 @@ class HealthService {
   // `serving`: in `serving_`; null: nullopt.
   std::optional<bool> Read(const bool* serving) const;
 
+  const CallEnvironment& environment_;
   const UnaryPlainCall::Serve check_;
   mutable absl::Mutex mutex_;
   std::map<std::string, bool> serving_ ABSL_GUARDED_BY(mutex_);

@@ -1,4 +1,4 @@
-// An entrance for probes: grpc.health.v1 and nothing else.
+// A server for probes only: grpc.health.v1, whatever the load.
 #ifndef LOGITD_SERVER_RPC_PROBE_SERVER_H_
 #define LOGITD_SERVER_RPC_PROBE_SERVER_H_
 
@@ -7,38 +7,37 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "server/http2/server.h"
 #include "server/rpc/health_service.h"
 #include "server/rpc/registry.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/request_job.h"
 
 namespace logitd::rpc {
 
-// Its loop, its connections and what they hold are its own, with small limits. So it answers whatever
-// the other connections do. Without TLS and identities.
+// It has a loop, connections and limits of its own, all small, and no TLS: nothing that peers of the
+// other server hold or do keeps a probe from its answer. Methods from one thread.
 class ProbeServer final : private http2::ServerEvents {
  public:
-  // Connections, about half of them of one origin; and what they may hold.
   static constexpr int64_t kMaxConnections = 64;
-  static constexpr int64_t kMaxBytes = int64_t{4} << 20;
 
-  // `environment` and `health` outlive it.
-  ProbeServer(const CallEnvironment& environment, HealthService* health);
+  // `loop`: the number of its loop, which `tracker` knows. Both arguments outlive it.
+  ProbeServer(const CallTracker& tracker, int loop, HealthService* health);
 
-  // Once. UNAVAILABLE: it cannot listen on `address`.
-  absl::Status Start(const std::string& address, std::optional<mode_t> socket_mode);
-  const std::string& listening() const { return server_.listening().front(); }
+  // Serves from here on. UNAVAILABLE names the address that it cannot listen on.
+  absl::Status Listen(absl::Span<const std::string> addresses, std::optional<mode_t> socket_mode);
+  const std::vector<std::string>& listening() const { return server_.listening(); }
+  void Shutdown() { server_.Shutdown(); }
 
  private:
   std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override {
     return registry_.Serve(stream, tracker_);
   }
 
-  CallTracker tracker_;
-  CallEnvironment environment_;
+  const CallTracker& tracker_;
   Registry registry_;
   http2::Server server_;  // ends first: its loop uses the others
 };

@@ -1,7 +1,5 @@
 #include "server/rpc/rpc_server.h"
 
-#include <spdlog/spdlog.h>
-
 #include <functional>
 #include <string_view>
 #include <utility>
@@ -78,7 +76,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
-        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops, metrics),
+        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1,
+                 metrics),
         turn_jobs_(engine, options.loops),
         environment_{.admission = admission,
                      .engine = engine,
@@ -97,12 +96,14 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         heads_(options.head_root, options.remote_listen, environment_),
         info_(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
               environment_),
+        health_(environment_),
+        probes_(tracker_, options.loops, &health_),
         server_(ServerOptionsOf(options), this) {
     services_ = RegisterOps(environment_, &registry_);
     heads_.Register(&registry_);
     info_.Register(&registry_);
     services_.insert(services_.end(), {"logitd.v1.Heads", "logitd.v1.Server"});
-    health_.Register(environment_, &registry_);
+    health_.Register(&registry_);
     RegisterReflection(services_, environment_, &registry_);
   }
 
@@ -113,17 +114,13 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
       return status;
     }
     SetServing(true);
-    if (!options.probe_listen.empty()) {
-      probes_ = std::make_unique<ProbeServer>(environment_, &health_);
-      absl::Status status = probes_->Start(options.probe_listen, options.socket_mode);
-      if (!status.ok()) return status;
-      spdlog::info("probes on {}", probes_->listening());
-    }
     server_.Start();
-    return absl::OkStatus();
+    if (options.probe_listen.empty()) return absl::OkStatus();
+    return probes_.Listen(options.probe_listen, options.socket_mode);
   }
 
   const std::vector<std::string>& listening() const override { return server_.listening(); }
+  const std::vector<std::string>& probes_listening() const override { return probes_.listening(); }
 
   void SetServing(bool serving) override {
     health_.Set("", serving);
@@ -155,9 +152,10 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
 
   void RefuseConnections(bool refuse) override { server_.Refuse(refuse); }
 
-  int64_t connection_bytes() const override { return server_.held_bytes(); }
-
-  void Shutdown() override { server_.Shutdown(); }
+  void Shutdown() override {
+    server_.Shutdown();
+    probes_.Shutdown();
+  }
 
  private:
   static http2::ServerOptions ServerOptionsOf(const RpcServerOptions& options) {
@@ -208,8 +206,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   HeadsService heads_;
   ServerService info_;
   HealthService health_;
-  std::unique_ptr<ProbeServer> probes_;  // null: none
-  http2::Server server_;                 // ends first: its loops use the others
+  ProbeServer probes_;
+  http2::Server server_;  // ends first: its loops use the others
 };
 
 }  // namespace

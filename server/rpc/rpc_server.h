@@ -27,9 +27,9 @@
 namespace logitd::rpc {
 
 struct RpcServerOptions {
-  std::vector<std::string> listen;    // "host:port" (port 0 picks one) or "unix:PATH"
-  std::string probe_listen;           // see ProbeServer; empty: none
-  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
+  std::vector<std::string> listen;        // "host:port" (port 0 picks one) or "unix:PATH"
+  std::optional<mode_t> socket_mode;      // of the files of Unix sockets; nullopt: by the umask
+  std::vector<std::string> probe_listen;  // see ProbeServer; may be empty
   std::string version;
   std::string grpc_version;
   int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it
@@ -71,6 +71,7 @@ class RpcServer {
 
   // The addresses of the options, with the ports that were bound.
   virtual const std::vector<std::string>& listening() const = 0;
+  virtual const std::vector<std::string>& probes_listening() const = 0;
 
   // Sets what grpc.health.v1 answers for the server and for each service, and for "logitd.device.N"
   // of each device: a lost one is never serving.
@@ -90,11 +91,7 @@ class RpcServer {
   // Calls of ops and loads of heads that are not over.
   virtual int calls() const = 0;
 
-  // Bytes of all connections since the start.
   virtual http2::Traffic traffic() const = 0;
-
-  // Bytes that all connections hold: see http2::ServerOptions::max_held_bytes.
-  virtual int64_t connection_bytes() const = 0;
 
   // While true, new connections are closed at once.
   virtual void RefuseConnections(bool refuse) = 0;

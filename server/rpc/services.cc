@@ -5,11 +5,15 @@
 #include <algorithm>
 #include <iterator>
 #include <memory>
+#include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/algorithm/container.h"
+#include "absl/base/const_init.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
@@ -72,6 +76,14 @@ constexpr OpCodecs kCodecs[] = {
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
 
+// The same text for as long as the program runs, also when servers register it again.
+std::string_view Lasting(std::string path) {
+  static absl::Mutex mutex(absl::kConstInit);
+  static auto& paths = *new std::set<std::string>();
+  const absl::MutexLock lock(&mutex);
+  return *paths.insert(std::move(path)).first;
+}
+
 }  // namespace
 
 Finders FindersOf(const CallEnvironment& environment) {
@@ -97,10 +109,8 @@ std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registr
     const auto access = [&](std::string_view method) {
       return Access{.method = {method.data(), method.size()}, .role = codecs.role};
     };
-    // Paths live as long as the program: calls and the log name them.
     const auto path = [&](std::string_view method) {
-      return std::string_view(
-          *new std::string(absl::StrCat("/", service, "/", std::string(method))));
+      return Lasting(absl::StrCat("/", service, "/", std::string(method)));
     };
     const std::string_view unary = path(op.method);
     registry->Add(

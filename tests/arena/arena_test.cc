@@ -25,6 +25,8 @@
 #include "prometheus/text_serializer.h"
 #include "server/arena/arena_server.h"
 #include "server/arena/leases.h"
+#include "server/arena/page_remover.h"
+#include "tests/arena/held_file.h"
 
 namespace logitd::arena {
 namespace {
@@ -223,8 +225,8 @@ TEST(LeasesTest, ManyPiecesAreReadInOrder) {
 
 // NaN in every dtype, so that the rows say what happened.
 TEST(LeasesTest, WhatCannotBeReadIsNaN) {
-  const Arena unreadable(open("/dev/null", O_RDONLY | O_CLOEXEC), kPage);
-  EXPECT_EQ(At(unreadable, 0), 255);
+  const auto unreadable = Arena::Map(memfd_create("empty", MFD_CLOEXEC), kPage);
+  EXPECT_EQ(At(**unreadable, 0), 255);
 }
 
 TEST(LeasesTest, EndedLeasesCountWhileCallsUseThem) {
@@ -277,7 +279,7 @@ class ArenaServerTest : public ::testing::Test {
  protected:
   void Start(LeaseLimits limits = {.max_bytes = 1 << 20, .max_leases = 4},
              ArenaServerOptions options = {}) {
-    leases_ = std::make_unique<Leases>(limits);
+    leases_ = std::make_unique<Leases>(limits, nullptr, remover_.get());
     options.address.path = path();
     auto server = ArenaServer::Start(options, leases_.get(), registry_);
     ASSERT_TRUE(server.ok()) << server.status();
@@ -348,6 +350,7 @@ class ArenaServerTest : public ::testing::Test {
 
   std::string directory_;
   std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
+  const std::unique_ptr<PageRemover> remover_ = *PageRemover::Start();
   std::unique_ptr<Leases> leases_;
   std::unique_ptr<ArenaServer> server_;
 };
@@ -375,6 +378,24 @@ TEST_F(ArenaServerTest, ALeaseEndsWithItsConnection) {
   EXPECT_FALSE(leases_->Find(IdOf(got.answer.lease)).ok());
   EXPECT_TRUE(
       Eventually([&] { return Metrics().find("logitd_arena_bytes 0") != std::string::npos; }));
+  close(got.fd);
+}
+
+TEST_F(ArenaServerTest, APageThatDoesNotLeaveIsSeen) {
+  Start();
+  const int peer = Connect();
+  const Got got = Ask(peer, {.bytes = 4096});
+  ASSERT_EQ(got.answer.code, 0u) << got.text;
+  HeldFile held(got.fd);
+  if (!held.holds()) GTEST_SKIP() << HeldFile::kUnavailable;
+  close(peer);
+  EXPECT_TRUE(
+      Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 4096"); }));
+  const int other = Connect();
+  EXPECT_EQ(Ask(other, {.bytes = 4096}).answer.code, 0u) << "the server waits for a client";
+  held.LetGo();
+  EXPECT_TRUE(Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 0"); }));
+  close(other);
   close(got.fd);
 }
 

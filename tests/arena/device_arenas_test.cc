@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -137,7 +138,6 @@ TEST(DeviceArenasTest, HostMemoryIsPinnedWithAllItsPages) {
   ASSERT_TRUE(lease.ok()) << lease.status();
   EXPECT_EQ(devices.pinned, 1);
   EXPECT_EQ(devices.first_pinned, std::byte{0});
-  EXPECT_EQ(leases.pinned_bytes(), 12288);
   EXPECT_EQ(leases.bytes(), 12288);
   struct stat file = {};
   ASSERT_EQ(fstat(lease->fd, &file), 0);
@@ -156,7 +156,27 @@ TEST(DeviceArenasTest, HostMemoryIsPinnedWithAllItsPages) {
   arena->reset();
   EXPECT_FALSE(leases.FreeEnded());
   EXPECT_EQ(devices.pinned, 0);
-  EXPECT_EQ(leases.pinned_bytes(), 0);
+}
+
+// The server pays for pinned pages, so a client that keeps the file must not keep them.
+TEST(DeviceArenasTest, PinnedPagesLeaveAFileThatTheClientKeeps) {
+  FakeDevices devices(1);
+  auto remover = PageRemover::Start();
+  ASSERT_TRUE(remover.ok()) << remover.status();
+  Leases leases({.max_bytes = 1 << 20, .max_leases = 1}, &devices, remover->get());
+  const auto lease = leases.Open(1 << 20);
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  leases.End(lease->id);
+  leases.FreeEnded();
+  EXPECT_EQ(devices.pinned, 0);
+  pollfd freed = {.fd = leases.freed_fd(), .events = POLLIN, .revents = 0};
+  ASSERT_EQ(poll(&freed, 1, 20000), 1);
+  leases.FreeEnded();
+  EXPECT_EQ(leases.bytes(), 0);
+  struct stat file = {};
+  ASSERT_EQ(fstat(lease->fd, &file), 0);
+  EXPECT_EQ(file.st_blocks, 0);
+  close(lease->fd);
 }
 
 TEST(DeviceArenasTest, WhatCannotBePinnedIsReadByTheFile) {
@@ -169,7 +189,6 @@ TEST(DeviceArenasTest, WhatCannotBePinnedIsReadByTheFile) {
   const auto arena = leases.Find(IdOf(lease->id));
   ASSERT_TRUE(arena.ok());
   EXPECT_EQ((*arena)->address(), nullptr);
-  EXPECT_EQ(leases.pinned_bytes(), 0);
   std::byte value{9};
   const absl::Span<std::byte> to(&value, 1);
   (*arena)->Read(4095, {&to, 1});

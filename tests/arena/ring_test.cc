@@ -26,6 +26,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "tests/arena/held_file.h"
 
 namespace logitd::arena {
 namespace {
@@ -54,15 +55,16 @@ bool Eventually(Condition condition) {
 class Peer {
  public:
   explicit Peer(const RingAsk& shape = kShape) : shape_(shape) {
-    const int fd = memfd_create("ring", MFD_CLOEXEC);
-    EXPECT_EQ(ftruncate(fd, kArenaBytes), 0);
+    fd_ = memfd_create("ring", MFD_CLOEXEC);
+    EXPECT_EQ(ftruncate(fd_, kArenaBytes), 0);
     data_ =
-        static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
-    arena_ = std::make_shared<const Arena>(fd, kArenaBytes);
+        static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0));
+    arena_ = *Arena::Map(fd_, kArenaBytes);
   }
   ~Peer() { munmap(data_, kArenaBytes); }
 
   const std::shared_ptr<const Arena>& arena() const { return arena_; }
+  int fd() const { return fd_; }
   char* data() const { return data_; }
   char* ring() const { return data_ + shape_.offset; }
   char* submission(uint64_t n) const {
@@ -99,6 +101,7 @@ class Peer {
 
  private:
   const RingAsk shape_;
+  int fd_;  // the arena's
   char* data_;
   std::shared_ptr<const Arena> arena_;
 };
@@ -454,6 +457,42 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
   const ssize_t end = recv(client_, packet.data(), packet.size(), 0);
   EXPECT_TRUE(end == 0 || (end < 0 && errno == ECONNRESET)) << end << ", errno " << errno;
   EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+}
+
+// What the server tells a peer before it cuts it off.
+RingAnswer LastWord(int client, std::string* text) {
+  pollfd ready = {.fd = client, .events = POLLIN, .revents = 0};
+  EXPECT_EQ(poll(&ready, 1, 20000), 1) << "the peer hears nothing";
+  std::array<char, 2048> packet = {};
+  const ssize_t got = recv(client, packet.data(), packet.size(), MSG_DONTWAIT);
+  EXPECT_GT(got, ssize_t{sizeof(RingAnswer)});
+  RingAnswer answer;
+  std::memcpy(&answer, packet.data(), sizeof(answer));
+  text->assign(packet.data() + sizeof(answer), answer.text_bytes);
+  return answer;
+}
+
+// Its pages are not there, for a client as for the server: the kernel gives none.
+TEST_F(EchoRings, APeerWhoseRingCannotBeWrittenIsToldWhyAndCutOff) {
+  const Peer peer;
+  ASSERT_EQ(ftruncate(peer.fd(), kShape.offset), 0);
+  Open(peer);
+  std::string text;
+  const RingAnswer answer = LastWord(client_, &text);
+  EXPECT_EQ(static_cast<absl::StatusCode>(answer.code), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(text, HasSubstr("cannot be written to the lease"));
+  EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+}
+
+TEST_F(EchoRings, APeerThatHoldsItsFileIsServedAndItsRingEnds) {
+  const Peer peer;
+  HeldFile held(peer.fd());
+  if (!held.holds()) GTEST_SKIP() << HeldFile::kUnavailable;
+  Open(peer);
+  peer.Submit(0, "x");
+  Bell();
+  EXPECT_TRUE(Eventually([&] { return peer.Completed(0); }));
+  EXPECT_TRUE(rings_->Stop(absl::Seconds(20)));
 }
 
 TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {

@@ -1,7 +1,6 @@
 // Answers that are written into arenas.
 #include "server/arena/writer.h"
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/arena/leases.h"
+#include "tests/arena/held_file.h"
 
 namespace logitd::arena {
 namespace {
@@ -28,7 +28,7 @@ struct Lent {
     const int fd = memfd_create("lent", MFD_CLOEXEC);
     EXPECT_EQ(ftruncate(fd, bytes), 0);
     data = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
-    arena = std::make_shared<const Arena>(fd, bytes);
+    arena = *Arena::Map(fd, bytes);
   }
   ~Lent() { munmap(data, kBytes); }
   char* data;
@@ -87,6 +87,34 @@ TEST(WriterTest, AnswersOfOneArenaAreWrittenInOrderAndTheEndWaitsForThem) {
   EXPECT_EQ(lent.data[0], 49);
 }
 
+TEST(WriterTest, AnAnswerIsWrittenWhileTheClientHoldsItsFile) {
+  const int fd = memfd_create("held", MFD_CLOEXEC);
+  ASSERT_EQ(ftruncate(fd, kBytes), 0);
+  const std::shared_ptr<const Arena> arena = *Arena::Map(fd, kBytes);
+  HeldFile held(fd);
+  if (!held.holds()) GTEST_SKIP() << HeldFile::kUnavailable;
+  const std::string text(100000, 'x');
+  absl::Notification done;
+  absl::Status status;
+  Writer writer;
+  writer.Write({.arena = arena,
+                .offset = 4000,
+                .bytes = BytesOf(text),
+                .wanted = [] { return true; },
+                .done =
+                    [&](const absl::Status& written) {
+                      status = written;
+                      done.Notify();
+                    }});
+  EXPECT_TRUE(done.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  held.LetGo();
+  done.WaitForNotification();
+  EXPECT_TRUE(status.ok()) << status;
+  std::string there(text.size(), '\0');
+  ASSERT_EQ(pread(fd, there.data(), there.size(), 4000), static_cast<ssize_t>(there.size()));
+  EXPECT_EQ(there, text);
+}
+
 TEST(WriterTest, NothingIsWrittenForACallerThatHasLeft) {
   Lent lent;
   const std::string text(10, 'x');
@@ -102,7 +130,7 @@ TEST(WriterTest, NothingIsWrittenForACallerThatHasLeft) {
   EXPECT_EQ(lent.data[0], 0);
 }
 
-// A write that waits, for whatever the client does to its file, keeps no other arena waiting.
+// A long answer keeps no other arena waiting.
 TEST(WriterTest, OneArenaDoesNotWaitForAnother) {
   Lent slow;
   Lent quick;
@@ -137,9 +165,10 @@ TEST(WriterTest, OneArenaDoesNotWaitForAnother) {
 TEST(WriterTest, WhatTheSystemDoesNotWriteIsAnError) {
   const std::string text(10, 'x');
   absl::Status status;
+  const int fd = memfd_create("short", MFD_CLOEXEC);  // no byte of the arena is in it
   {
     Writer writer;
-    writer.Write({.arena = std::make_shared<const Arena>(open("/dev/full", O_RDWR), 4096),
+    writer.Write({.arena = *Arena::Map(fd, 4096),
                   .bytes = BytesOf(text),
                   .wanted = [] { return true; },
                   .done = [&status](const absl::Status& written) { status = written; }});

@@ -161,16 +161,16 @@ TEST(UsageTest, CallsAreCountedUpToTheLimit) {
 
 TEST(UsageTest, RowsComeBackWithTime) {
   Usage usage;
-  const absl::Time start = absl::FromUnixSeconds(1000);
+  const int64_t start = 1'000'000'000'000;
   // 100 rows a second: a second's rows at once, then what comes back.
   EXPECT_EQ(usage.TakeRows(60, 100, start), absl::ZeroDuration());
   EXPECT_EQ(usage.TakeRows(60, 100, start), absl::ZeroDuration());  // 40 were left: in debt by 20
   EXPECT_EQ(usage.TakeRows(1, 100, start), absl::Milliseconds(200));
-  EXPECT_GT(usage.TakeRows(1, 100, start + absl::Milliseconds(199)), absl::ZeroDuration());
-  EXPECT_EQ(usage.TakeRows(1, 100, start + absl::Milliseconds(201)), absl::ZeroDuration());
+  EXPECT_GT(usage.TakeRows(1, 100, start + 199'000'000), absl::ZeroDuration());
+  EXPECT_EQ(usage.TakeRows(1, 100, start + 201'000'000), absl::ZeroDuration());
   // A long pause gives no more than a second's rows, and a request may have more than those.
-  EXPECT_EQ(usage.TakeRows(1000, 100, start + absl::Hours(1)), absl::ZeroDuration());
-  EXPECT_EQ(usage.TakeRows(1, 100, start + absl::Hours(1)), absl::Seconds(9));
+  EXPECT_EQ(usage.TakeRows(1000, 100, start + 3600'000'000'000), absl::ZeroDuration());
+  EXPECT_EQ(usage.TakeRows(1, 100, start + 3600'000'000'000), absl::Seconds(9));
   EXPECT_EQ(usage.TakeRows(1 << 30, 0, start), absl::ZeroDuration());  // no limit
 }
 

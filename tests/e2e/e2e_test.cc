@@ -518,7 +518,7 @@ TEST(WaitingTest, ADeadlineEndsACallInTheLine) {
 }
 
 TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
-  ServerProcess server(With(kRoomForOne, {"--receive-timeout=300ms"}));
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=3s"}));
   const auto channel = Connect(server.tcp());
   AdmittedCall stalls(server, channel);
   EXPECT_TRUE(TopKInAllTheRoom(channel, Context().get()).ok());  // waits for the room
@@ -526,7 +526,7 @@ TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
   EXPECT_FALSE(stalls.Read(&answer));
   const grpc::Status status = stalls.Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_THAT(status.error_message(), HasSubstr("300ms"));
+  EXPECT_THAT(status.error_message(), HasSubstr("3s"));
 }
 
 TEST(WaitingTest, APeerThatStopsInAMessageLosesItsRoom) {

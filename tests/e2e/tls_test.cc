@@ -180,6 +180,7 @@ TEST_F(TlsTest, PlaintextAndGarbageDoNotComeIn) {
   peer.Send(std::string(1000, 'x'));
   EXPECT_TRUE(peer.EndsWithin(kPatience));
   EXPECT_GE(server.Metric(Handshakes("protocol")), 2);
+  EXPECT_THAT(server.Log(), HasSubstr(" was closed: its TLS handshake failed: "));
   EXPECT_TRUE(SmallTopK(honest).ok());
 }
 

@@ -178,6 +178,41 @@ TEST(AdmissionTest, ARefusalNamesBothLimitsAndTheDelay) {
   for (OneCall& call : calls) call.Leave();
 }
 
+TEST(AdmissionTest, TryEnterAnswersOnlyWhatIsKnownAtOnce) {
+  Admission admission({.max_request_bytes = 100, .max_held_bytes = 100}, nullptr);
+  RoomAsk ask = {.caller = {.id = 1}, .bytes = 80};
+  auto first = admission.TryEnter(ask);
+  ASSERT_TRUE(first.has_value() && first->ok());
+  EXPECT_EQ(admission.held_bytes(), 80);
+  RoomAsk second = {.caller = {.id = 2}, .bytes = 80};
+  EXPECT_FALSE(admission.TryEnter(second).has_value());
+  OneCall waits;
+  waits.Enter(admission, second);
+  EXPECT_EQ(waits.answers(), 0);
+  first.reset();
+  EXPECT_TRUE(waits.Wait().ok());
+  admission.BeginDrain();
+  const auto refused = admission.TryEnter(ask);
+  ASSERT_TRUE(refused.has_value());
+  EXPECT_EQ(refused->status(), DrainingError());
+}
+
+TEST(AdmissionTest, LessThanAThousandthOfTheLargestMessageStaysCharged) {
+  constexpr int64_t kLargest = int64_t{1} << 20;
+  Admission admission({.max_request_bytes = kLargest, .max_held_bytes = 4 * kLargest}, nullptr);
+  OneCall call;
+  call.Enter(admission, {.bytes = 5000});
+  ASSERT_TRUE(call.admitted());
+  EXPECT_TRUE(call.ticket().Received(4000));
+  EXPECT_EQ(admission.held_bytes(), 5000);
+  call.ticket().ShrinkTo(3977);
+  EXPECT_EQ(admission.held_bytes(), 5000) << "1023 bytes";
+  call.ticket().ShrinkTo(3975);
+  EXPECT_EQ(admission.held_bytes(), 3975);
+  call.Leave();
+  EXPECT_EQ(admission.held_bytes(), 0);
+}
+
 TEST(AdmissionTest, RoomMadeOnAnotherThreadLetsTheNextCallIn) {
   Admission admission({.max_request_bytes = 1, .max_held_bytes = 1}, nullptr);
   OneCall a, b;

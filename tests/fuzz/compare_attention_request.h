@@ -33,7 +33,7 @@ inline absl::StatusOr<std::shared_ptr<const arena::Arena>> FindOneLease(std::str
   static const auto* const arena = [] {
     const int fd = memfd_create("lease", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, 4096) != 0) std::abort();
-    return new auto(std::make_shared<const arena::Arena>(fd, 4096));
+    return new std::shared_ptr<const arena::Arena>(*arena::Arena::Map(fd, 4096));
   }();
   return *arena;
 }

@@ -36,7 +36,7 @@ struct Memory {
     const int fd = memfd_create("fuzz", MFD_CLOEXEC);
     Check(fd >= 0 && ftruncate(fd, kBytes) == 0, "no memory");
     data = static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
-    arena = std::make_shared<const Arena>(fd, kBytes);
+    arena = *Arena::Map(fd, kBytes);
   }
   char* data;
   std::shared_ptr<const Arena> arena;

@@ -445,6 +445,28 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   EXPECT_EQ(cut_, Cut::kPings);
 }
 
+// As gRPC's clients do that keep a connection alive through what drops silent ones.
+TEST_F(ConnectionTest, APingEveryTenSecondsOfSilenceIsWelcome) {
+  Open();
+  for (int i = 0; i < 200; ++i) {
+    Pass(absl::Seconds(10));
+    Send(RawClient::Ping());
+    ASSERT_EQ(cut_, std::nullopt) << i;
+  }
+  EXPECT_THAT(TakeFrames(NGHTTP2_PING), SizeIs(200));
+}
+
+TEST_F(ConnectionTest, MessagesInEmptyFramesCutIt) {
+  limits_.tiny_frames = 20;
+  limits_.tiny_rate = 0;
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  for (int i = 0; i < 20; ++i) Send(RawClient::Data(1, ""));
+  ASSERT_EQ(cut_, std::nullopt);
+  Send(RawClient::Data(1, ""));
+  EXPECT_EQ(cut_, Cut::kTinyFrames);
+}
+
 TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
   limits_.control_frames = 50;
   limits_.control_rate = 0;
@@ -452,6 +474,7 @@ TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
       {.type = NGHTTP2_SETTINGS},
       {.type = NGHTTP2_PRIORITY, .stream = 1, .payload = std::string(5, '\0')},
       RawClient::Window(0, 1),
+      {.type = NGHTTP2_PING, .flags = NGHTTP2_FLAG_ACK, .payload = std::string(8, 'x')},
       {.type = 0xfa, .stream = 5, .payload = "unknown"}};
   for (const Frame& kind : kinds) {
     cut_.reset();
@@ -674,8 +697,8 @@ TEST_F(ConnectionTest, AResponseThatOthersPayForIsNotCounted) {
     stream->Respond(headers);
     stream->Send({.span = BytesOf(*body), .keep = body, .payer = payer});
     Run();
-    EXPECT_GT(stream->unsent_bytes(), 130'000) << "the first window takes the rest";
-    EXPECT_EQ(connection_->account().unsent, payer == Payer::kConnection ? 200'000 : 0);
+    EXPECT_EQ(connection_->account().unsent, payer == Payer::kConnection ? 200'000 : 0)
+        << "the first window takes less";
     id += 2;
   }
   for (const auto& echo : echoes_) echo->stream()->Reset(NGHTTP2_CANCEL);
@@ -697,7 +720,6 @@ TEST_F(ConnectionTest, WhatAWriteKeepsIsCountedUntilTheKernelTakesIt) {
     stream->Respond(headers);
     stream->Send({.span = BytesOf(*body), .keep = body, .payer = payer});
     turns();  // the client does not read
-    EXPECT_GT(stream->unsent_bytes(), 1 << 20);
     const auto [least, most] =
         payer == Payer::kOwner ? std::pair(1024, 2 << 20) : std::pair(0, 1024);
     EXPECT_GT(connection_->account().unsent, least);

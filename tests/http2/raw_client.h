@@ -3,7 +3,6 @@
 #define LOGITD_TESTS_HTTP2_RAW_CLIENT_H_
 
 #include <nghttp2/nghttp2.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -114,10 +113,6 @@ class RawClient {
     return {.type = NGHTTP2_WINDOW_UPDATE, .stream = stream, .payload = Big32(more)};
   }
 
-  bool has_bytes() const {
-    pollfd ready = {.fd = fd_, .events = POLLIN};
-    return poll(&ready, 1, 0) > 0;
-  }
   // The whole frames that are there now; does not wait.
   std::vector<Frame> Take() {
     char buffer[65536];

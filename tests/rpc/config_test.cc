@@ -16,6 +16,7 @@ using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 struct Result {
   Config config;
@@ -239,6 +240,13 @@ TEST(ConfigTest, ArenasHaveASocketAndLimits) {
   EXPECT_EQ(r.config.max_leases, 7);
   EXPECT_EQ(Parse({}).config.arena_listen, "");
   EXPECT_EQ(Parse({}).config.arena_mode, 0600u);
+}
+
+TEST(ConfigTest, ProbesMayHaveAddressesOfTheirOwn) {
+  const Result r = Parse({"--probe-listen=0.0.0.0:7451,unix:/run/probes"});
+  ASSERT_FALSE(r.exit_code.has_value()) << r.err;
+  EXPECT_THAT(r.config.probe_listen, ElementsAre("0.0.0.0:7451", "unix:/run/probes"));
+  EXPECT_THAT(Parse({}).config.probe_listen, IsEmpty());
 }
 
 TEST(ConfigTest, AnUnlimitedTimeIsInf) {

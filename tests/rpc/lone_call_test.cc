@@ -94,7 +94,7 @@ class LoneCallTest : public ::testing::Test {
     backend_.Release();
     ring_.reset();
     lease_.reset();
-    EXPECT_TRUE(arenas_->EndRings(absl::Now() + kSoon));
+    EXPECT_TRUE(arenas_->EndRings(kSoon));
     EXPECT_TRUE(Becomes([&] { return admission_.held_bytes() == 0; }));
     server_.reset();
     arenas_.reset();
@@ -249,11 +249,11 @@ TEST_F(LoneCallTest, RingsEndInTimeOrSayThatACallStillRuns) {
   const size_t before = backend_.log().size();
   ASSERT_TRUE(ring_->Submit(RingRequest(), /*tag=*/7).ok());
   backend_.WaitForOps(before + 1);
-  EXPECT_FALSE(arenas_->EndRings(absl::Now() + absl::Milliseconds(50)));
+  EXPECT_FALSE(arenas_->EndRings(absl::Milliseconds(50)));
   const auto running = engine_->OldestRunning();
   EXPECT_TRUE(running.has_value());
   backend_.Release();
-  EXPECT_TRUE(arenas_->EndRings(absl::Now() + kSoon));
+  EXPECT_TRUE(arenas_->EndRings(kSoon));
 }
 
 }  // namespace

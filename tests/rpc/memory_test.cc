@@ -43,7 +43,7 @@ TEST(MemoryTest, TheSumOfAServerOnTheCpu) {
   EXPECT_EQ(InMiB(most.Sum()), 554 + 1024 + 256 + 2048 + 128 + 200);
 }
 
-TEST(MemoryTest, TheSumOfAServerOnGpusHasNoHeadsButPinnedLeases) {
+TEST(MemoryTest, TheSumOfAServerOnGpusHasNoHeadsAndAnyHasItsLeases) {
   Config config;
   EXPECT_EQ(MostHostMemory(config, /*cpu=*/false, 8, int64_t{1} << 62).Sum(),
             int64_t{8 * 554 + 1024 + 256 + 200} << 20);
@@ -51,7 +51,7 @@ TEST(MemoryTest, TheSumOfAServerOnGpusHasNoHeadsButPinnedLeases) {
   EXPECT_EQ(MostHostMemory(config, /*cpu=*/false, 8, int64_t{1} << 62).Sum(),
             int64_t{8 * 554 + 1024 + 256 + 200 + 1024} << 20);
   EXPECT_EQ(InMiB(MostHostMemory(config, /*cpu=*/true, 2, int64_t{100} << 20).Sum()),
-            2 * 554 + 1024 + 256 + 2 * 100 + 2 * 128 + 200);
+            2 * 554 + 1024 + 256 + 2 * 100 + 2 * 128 + 200 + 1024);
 }
 
 TEST(MemoryTest, ASumThatDoesNotFitSaysWhatHelps) {

@@ -1,8 +1,10 @@
 #include "server/memory_watch.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -97,6 +99,18 @@ TEST(ResidentBytesTest, AreThoseOfTheProcess) {
   EXPECT_GT(before, 1 << 20);
   const std::vector<char> touched(64 << 20, 'x');
   EXPECT_GT(ResidentBytes() - before, 60 << 20);
+}
+
+// A lease's memory, which has a limit of its own.
+TEST(ResidentBytesTest, AreNotThoseOfSharedMemory) {
+  constexpr size_t kBytes = 64 << 20;
+  void* const shared =
+      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  const int64_t before = ResidentBytes();
+  std::memset(shared, 1, kBytes);
+  EXPECT_LT(ResidentBytes() - before, 16 << 20);
+  munmap(shared, kBytes);
 }
 
 }  // namespace

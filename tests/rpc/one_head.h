@@ -32,7 +32,7 @@ class OneHead {
     const bool sized = ftruncate(fd, kLeaseBytes) == 0;
     leased_ = mmap(nullptr, kLeaseBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (!sized || leased_ == MAP_FAILED) std::abort();
-    arena_ = std::make_shared<const arena::Arena>(fd, kLeaseBytes);
+    arena_ = *arena::Arena::Map(fd, kLeaseBytes);
   }
   ~OneHead() { munmap(leased_, kLeaseBytes); }
   OneHead(const OneHead&) = delete;

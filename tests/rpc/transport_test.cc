@@ -95,7 +95,7 @@ class TransportTest : public ServedEngine, public http2::ConnectionHost {
                     .places = nullptr,
                     .max_payload_bytes = kMaxMessage};
     RegisterOps(environment_, &registry_);
-    health_.Register(environment_, &registry_);
+    health_.Register(&registry_);
     RegisterReflection({}, environment_, &registry_);
     health_.Set("", true);
     int fds[2];
@@ -216,11 +216,11 @@ class TransportTest : public ServedEngine, public http2::ConnectionHost {
 
   engine::Load load_{&engine_->costs(), &metrics_, absl::Now, &engine_->devices()};
   const CallLog log_{absl::InfiniteDuration()};
-  CallTracker tracker_{absl::Seconds(30), absl::Milliseconds(50), 1, &metrics_};
+  CallTracker tracker_{absl::Seconds(30), absl::Milliseconds(50), 2, &metrics_};
   TurnJobs turn_jobs_{engine_.get(), 1};
   CallEnvironment environment_;
   Registry registry_;
-  HealthService health_;
+  HealthService health_{environment_};
   const http2::Limits limits_;
   const http2::Times times_{.keepalive = absl::InfiniteDuration()};
   std::atomic<int64_t> total_ = 0;
@@ -480,8 +480,8 @@ TEST_F(TransportTest, HealthAndReflectionNeedNoIdentity) {
 
 TEST_F(TransportTest, ProbesAreServedApart) {
   const std::string path = absl::StrCat(::testing::TempDir(), "/logitd_probe_", getpid());
-  ProbeServer probes(environment_, &health_);
-  ASSERT_TRUE(probes.Start("unix:" + path, std::nullopt).ok());
+  ProbeServer probes(tracker_, /*loop=*/1, &health_);
+  ASSERT_TRUE(probes.Listen({"unix:" + path}, std::nullopt).ok());
   total_ += int64_t{1} << 30;  // the other connections hold all that they may
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_un address = {.sun_family = AF_UNIX};

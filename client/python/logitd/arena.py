@@ -57,8 +57,9 @@ class Arena:
     answer. A call that ended by an error may still read them for a moment. The answers of attention come in an array
     of the arena too where `out=` is one; after an error the server may still write it for a moment.
 
-    The lease ends with close(), with the process, or with the server; then calls that name it get NotFound. Arrays may
-    still be used, and keep what they hold. A child that os.fork() made holds the lease too, until its parent calls
+    The lease ends with close(), with the process, or with the server; then calls that name it get NotFound, and the
+    server takes the memory back as soon as no call uses it. Arrays may still be used, but what they held becomes zeros:
+    copy before close() what you need later. A child that os.fork() made holds the lease too, until its parent calls
     close().
 
     Thread-safe, as far as memory is. Close it after use, or use it in a `with` statement.
@@ -172,7 +173,10 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Ends the lease. Calls that the server has begun read their rows to the end. Safe to call again."""
+        """Ends the lease. What its arrays hold becomes zeros soon: copy before what you need later.
+
+        Calls that the server has begun read their rows to the end. Safe to call again.
+        """
         self._bytes = None
         _close(self._connection, self._process)
 

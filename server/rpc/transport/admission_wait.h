@@ -2,6 +2,7 @@
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_ADMISSION_WAIT_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_ADMISSION_WAIT_H_
 
+#include <cstdint>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -10,17 +11,26 @@
 
 namespace logitd::rpc {
 
-// Thread-safe. The admission outlives it.
-class AdmissionWait {
+// Thread-safe. The admission, of a type like engine::Admission, outlives it.
+template <typename Admission>
+class WaitAt {
  public:
-  explicit AdmissionWait(engine::Admission* admission) : admission_(admission) {}
+  explicit WaitAt(Admission* admission) : admission_(admission) {}
 
-  // See Admission::Enter. The call waits at one place at a time.
-  void Enter(engine::RoomAsk ask, engine::Admission::Ready ready) {
-    const engine::Admission::WaiterId waiter = admission_->Enter(std::move(ask), std::move(ready));
+  // See Admission::Enter. The call waits at one place at a time; `ready` may enter again, also before
+  // this returns.
+  void Enter(engine::RoomAsk ask, typename Admission::Ready ready) {
+    uint64_t entry = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      entry = ++entries_;
+      waiter_ = 0;
+    }
+    const typename Admission::WaiterId waiter = admission_->Enter(std::move(ask), std::move(ready));
     if (waiter == 0) return;
     {
       absl::MutexLock lock(&mutex_);
+      if (entry != entries_) return;  // `ready` has run meanwhile, and waits at another place
       waiter_ = waiter;
       if (!abandoned_) return;
     }
@@ -29,7 +39,7 @@ class AdmissionWait {
 
   // The call is gone: a `ready` that still waits, or comes to wait, never runs.
   void Abandon() {
-    engine::Admission::WaiterId waiter = 0;
+    typename Admission::WaiterId waiter = 0;
     {
       absl::MutexLock lock(&mutex_);
       abandoned_ = true;
@@ -39,11 +49,14 @@ class AdmissionWait {
   }
 
  private:
-  engine::Admission* const admission_;
+  Admission* const admission_;
   absl::Mutex mutex_;
   bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
-  engine::Admission::WaiterId waiter_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t entries_ ABSL_GUARDED_BY(mutex_) = 0;
+  typename Admission::WaiterId waiter_ ABSL_GUARDED_BY(mutex_) = 0;
 };
+
+using AdmissionWait = WaitAt<engine::Admission>;
 
 }  // namespace logitd::rpc
 

@@ -4,7 +4,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "server/base/clock.h"
 #include "server/engine/load.h"
 #include "server/log/limited.h"
 
@@ -136,7 +136,7 @@ absl::Status TakeRows(const Authorization& authorization, int64_t rows, engine::
   const door::Identity* const identity = authorization.identity.get();
   if (identity == nullptr) return absl::OkStatus();
   const absl::Duration wait =
-      identity->usage->TakeRows(rows, identity->max_rows_per_second, absl::Now());
+      identity->usage->TakeRows(rows, identity->max_rows_per_second, MonotonicNanos());
   if (wait == absl::ZeroDuration()) return absl::OkStatus();
   metrics->CountRefused(engine::Refusal::kQuotaRows, authorization.proof);
   return engine::WithRetryDelay(

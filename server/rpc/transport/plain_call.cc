@@ -38,7 +38,14 @@ void PlainCall::OnMessageSize(size_t bytes) {
 void PlainCall::OnMessage(MessageMemory message) {
   have_message_ = true;
   OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
-  if (method_.client_streams && !finished()) Grant(0);
+  if (finished() || over()) return;
+  if (!method_.client_streams) return;
+  Pause(unwritten_ > 0);  // a peer that does not read its answers gets no more of them
+  Grant(0);
+}
+
+void PlainCall::OnWritten() {
+  if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(false);
 }
 
 void PlainCall::OnHalfClose() { OnRequestsEnd(); }
@@ -63,6 +70,7 @@ absl::Status PlainCall::Parse(std::string_view bytes, google::protobuf::MessageL
 }
 
 void PlainCall::Send(const google::protobuf::MessageLite& answer) {
+  ++unwritten_;
   Write(EncodedMessage::Copy(answer.SerializeAsString()));
 }
 

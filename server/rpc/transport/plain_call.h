@@ -62,10 +62,12 @@ class PlainCall : public ServerCall {
   void OnMessage(MessageMemory message) override;
   void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
+  void OnWritten() override;
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;
   bool have_message_ = false;
+  int unwritten_ = 0;  // answers
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
 };
 

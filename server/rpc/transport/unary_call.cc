@@ -48,24 +48,26 @@ absl::Status UnaryCall::CheckHeaders() {
 void UnaryCall::EnterAdmission(int64_t bytes) {
   StopReceiveTimer();  // the peer may not send while the call waits
   asked_ns_ = ServerCall::age_ns();
-  const std::weak_ptr<ServerCall> weak = weak_from_this();
-  admission_wait_.Enter(
-      {.caller = headers_.caller,
-       .deadline = headers_.deadline,
-       .bytes = headers_.RoomFor(bytes),
-       .receiving_bytes = work_.expected_bytes(),
-       .received_bytes = ReceivedBytesOf(connection()),
-       .too_slow =
-           [weak](const absl::Status& why) {
-             const auto call = std::static_pointer_cast<UnaryCall>(weak.lock());
-             if (call == nullptr) return;
-             // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-             call->OnLoop(
-                 [call = call.get(), why] { call->finished() ? call->Reset() : call->End(why); });
-           }},
-      [self = shared_from_this(), this](absl::StatusOr<engine::Admission::Ticket> ticket) {
-        OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
-      });
+  engine::RoomAsk ask = {.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = headers_.RoomFor(bytes),
+                         .receiving_bytes = work_.expected_bytes()};
+  if (Seen().size() < static_cast<size_t>(bytes)) {
+    ask.received_bytes = ReceivedBytesOf(connection());
+    ask.too_slow = [weak = weak_from_this()](const absl::Status& why) {
+      const auto call = std::static_pointer_cast<UnaryCall>(weak.lock());
+      if (call == nullptr) return;
+      // A peer that does not read its status keeps what it has sent. Then the stream is reset.
+      call->OnLoop([call = call.get(), why] { call->finished() ? call->Reset() : call->End(why); });
+    };
+  }
+  if (auto answer = environment().admission->TryEnter(ask); answer.has_value()) {
+    return Admitted(*std::move(answer));
+  }
+  admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
+                                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
+    OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
+  });
 }
 
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
