@@ -20,7 +20,7 @@ namespace logitd {
 struct Config {
   std::vector<std::string> listen = {"127.0.0.1:7450"};
   std::vector<std::string> probe_listen;  // only for health, in plaintext
-  std::optional<mode_t> socket_mode;  // of the files of Unix sockets; nullopt: by the umask
+  std::optional<mode_t> socket_mode;      // of the files of Unix sockets; nullopt: by the umask
   std::string backend = "auto";
   std::vector<int> devices = {0};  // numbers, each once; empty: all that there are
   ShardExchange shard_exchange = ShardExchange::kAuto;

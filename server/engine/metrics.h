@@ -46,7 +46,7 @@
 namespace prometheus {
 class Collectable;
 class Registry;
-}
+}  // namespace prometheus
 
 namespace logitd::engine {
 
