@@ -180,14 +180,13 @@ void StreamCall::OnMessageSize(size_t bytes) {
 void StreamCall::ReceiveIfAdmitted() {
   if (!ticket_.has_value() || !message_size_.has_value() || input_over_ || finished()) return;
   const size_t bytes = *message_size_;
-  const int64_t room = CallHeaders::RoomFor(static_cast<int64_t>(bytes));
+  const auto least = static_cast<int64_t>(std::max<size_t>(bytes, 1));  // 0 stands for any size
   const bool whole = Seen().size() >= bytes;
-  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = room, .received = true} : AskFor(room))) {
+  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = least, .received = true} : AskFor(least))) {
     ticket_.reset();
     return EnterAdmission(bytes);
   }
   message_size_.reset();
-  largest_ = std::max(largest_, room);
   Grant(bytes);
   Receive(RequestJob::TakeMemory(bytes, Seen(), environment_.places));
 }
