@@ -518,15 +518,21 @@ TEST(WaitingTest, ADeadlineEndsACallInTheLine) {
 }
 
 TEST(WaitingTest, APeerThatSendsNoMessageLosesItsRoom) {
-  ServerProcess server(With(kRoomForOne, {"--receive-timeout=3s"}));
+  ServerProcess server(With(kRoomForOne, {"--receive-timeout=2s", "--min-receive-rate=0"}));
   const auto channel = Connect(server.tcp());
   AdmittedCall stalls(server, channel);
-  EXPECT_TRUE(TopKInAllTheRoom(channel, Context().get()).ok());  // waits for the room
-  grpc::ByteBuffer answer;
-  EXPECT_FALSE(stalls.Read(&answer));
-  const grpc::Status status = stalls.Finish();
-  EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_THAT(status.error_message(), HasSubstr("3s"));
+  AskingCall stalls_too(channel);
+  ASSERT_TRUE(server.WaitForMetric(kWaitingCalls, '=', 1));
+  // Waits for the room longer than a message may take.
+  const grpc::Status waited = TopKInAllTheRoom(channel, Context().get());
+  EXPECT_TRUE(waited.ok()) << waited.error_message();
+  for (AskingCall* call : {static_cast<AskingCall*>(&stalls), &stalls_too}) {
+    grpc::ByteBuffer answer;
+    EXPECT_FALSE(call->Read(&answer));
+    const grpc::Status status = call->Finish();
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+    EXPECT_THAT(status.error_message(), HasSubstr("2s"));
+  }
 }
 
 TEST(WaitingTest, APeerThatStopsInAMessageLosesItsRoom) {
