@@ -538,7 +538,8 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "with RESOURCE_EXHAUSTED");
   AddInteger(
       app, "--max-connections", &config->max_connections, 0, http2::kMostConnections,
-      "Connections that may be open; more are closed at once. 0: the limit of open files less 128");
+      "Connections that may be open, about half of them of one peer; more are closed at once. 0: "
+      "the limit of open files less 128. At most as many as fit into --max-connection-bytes");
   AddSize(
       app, "--min-receive-rate", &config->min_receive_rate, 0,
       "Bytes per second at which a message must come while other calls wait for memory; 0: any");

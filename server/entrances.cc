@@ -12,6 +12,7 @@
 #include "server/door/address.h"
 #include "server/http2/listener.h"
 #include "server/http2/tls_session.h"
+#include "server/rpc/probe_server.h"
 
 namespace logitd {
 
@@ -25,7 +26,9 @@ absl::StatusOr<int64_t> MaxConnections(const Config& config) {
         "process may open, and connections need half of them",
         config.max_leases, descriptors / 2 / kOfLease, kOfLease, descriptors));
   }
-  return http2::ConnectionLimit(config.max_connections, descriptors - of_leases);
+  const int64_t of_probes = config.probe_listen.empty() ? 0 : rpc::ProbeServer::kMaxConnections;
+  return http2::ConnectionLimit(config.max_connections, descriptors - of_leases - of_probes,
+                                config.max_connection_bytes, !config.tls_cert.empty());
 }
 
 absl::Status OpenDoor(const Config& config, const std::shared_ptr<door::DoorMetrics>& metrics,

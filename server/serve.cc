@@ -256,8 +256,8 @@ absl::Status OpenEntrances(const Config& config, Parts& parts) {
   absl::StatusOr<std::string> head_root = ResolveHeadRoot(config);
   LOGITD_RETURN_IF_ERROR(head_root.status());
   parts.head_root = *std::move(head_root);
-  parts.door_metrics = std::make_shared<door::DoorMetrics>(parts.metrics->registry(),
-                                                           parts.max_connections, CutReasons());
+  parts.door_metrics = std::make_shared<door::DoorMetrics>(
+      parts.metrics->registry(), parts.max_connections, config.max_connection_bytes, CutReasons());
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       ServeMetrics(config, MakeMetricsPage(*parts.metrics, parts.traffic, Version(),
                                            TransportVersion(), InfosOf(*parts.devices)));

@@ -18,7 +18,7 @@ prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, co
 }  // namespace
 
 DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
-                         absl::Span<const std::string_view> reasons)
+                         int64_t max_connection_bytes, absl::Span<const std::string_view> reasons)
     : registry_(std::move(registry)),
       open_(&AddGauge(*registry_, "logitd_connections", "Open connections.")),
       resident_(&AddGauge(*registry_, "logitd_resident_bytes", "Resident memory.")),
@@ -36,6 +36,8 @@ DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t
                       .Add({})) {
   AddGauge(*registry_, "logitd_connections_limit", "Most connections that may be open.")
       .Set(static_cast<double>(max_connections));
+  AddGauge(*registry_, "logitd_connection_bytes_limit", "Most that connections may hold.")
+      .Set(static_cast<double>(max_connection_bytes));
   auto& family = prometheus::BuildCounter()
                      .Name("logitd_connections_cut_total")
                      .Help("Connections that the server ended, by why.")

@@ -8,6 +8,7 @@
 //   logitd_connections, logitd_connections_limit  open connections, and the most there may be
 //   logitd_resident_bytes, logitd_resident_bytes_limit
 //                                         resident memory, and the limit of the last guard
+//   logitd_connection_bytes_limit         the most that connections may hold
 #ifndef LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 #define LOGITD_SERVER_DOOR_DOOR_METRICS_H_
 
@@ -33,7 +34,7 @@ class DoorMetrics {
  public:
   // Adds the series to `registry`, which has none of them yet. `reasons`: of OnCut.
   DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
-              absl::Span<const std::string_view> reasons);
+              int64_t max_connection_bytes, absl::Span<const std::string_view> reasons);
 
   void OnOpen(int64_t open);
   void OnRefused();

@@ -49,6 +49,8 @@ struct Admission::Ticket::Charge {
   std::atomic<int64_t> turn_bytes = 0;  // 0: has no turn, or not any longer
   absl::Time turn_end;
   bool between_messages = false;
+  std::atomic<bool> takeable =
+      false;  // between messages: who clears it decides what becomes of the room
   Caller caller;
   std::function<std::optional<int64_t>()> received_bytes;
   std::function<void(const absl::Status&)> too_slow;
@@ -121,6 +123,7 @@ struct Admission::State {
     charge->part = part;
     charge->bytes = Charged(ask);
     charge->between_messages = ask.between_messages;
+    charge->takeable = ask.between_messages;
     charge->caller = ask.caller;
     charge->received_bytes = std::move(ask.received_bytes);
     charge->too_slow = std::move(ask.too_slow);
@@ -352,8 +355,10 @@ void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& 
   // In the order of their grants: where a caller's progress suffices for some, the newest end.
   for (Charge* charge : charges) {
     if (!charge->receiving) continue;
-    if (charge->between_messages) {
-      if (now - charge->granted >= kReceiveWindow && charge->bytes > 0) Free(charge, 0);
+    if (charge->takeable) {
+      if (now - charge->granted >= kReceiveWindow && charge->takeable.exchange(false)) {
+        Free(charge, 0);
+      }
       continue;
     }
     if (options.min_receive_rate <= 0 || charge->too_slow == nullptr) continue;
@@ -395,6 +400,22 @@ Admission::Ticket::~Ticket() {
     let_in = state.MayLetIn();
   }
   if (let_in) state.LetIn();
+}
+
+bool Admission::Ticket::Comes(RoomAsk ask) {
+  State& state = *admission_->state_;
+  const bool kept = !charge_->between_messages || charge_->takeable.exchange(false);
+  if (!kept || charge_->bytes < state.Charged(ask)) {
+    *this = Ticket();
+    return false;
+  }
+  if (charge_->between_messages && !ask.received) {
+    MutexLock lock(state.mutex);
+    charge_->granted = absl::Now();
+    charge_->received_bytes = std::move(ask.received_bytes);
+    charge_->too_slow = std::move(ask.too_slow);
+  }
+  return true;
 }
 
 bool Admission::Ticket::Received(int64_t bytes) {

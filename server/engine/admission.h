@@ -102,6 +102,11 @@ class Admission {
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
     ~Ticket();
+    // The message comes, and needs the room of `ask`. Room between messages is not taken back from here
+    // on, and the message must make progress, unless it is there already (RoomAsk::received). False: the
+    // room was taken back, or it is less; everything was given back, and the call must ask again. Once,
+    // before Received.
+    bool Comes(RoomAsk ask);
     // The message has arrived, and the call needs `bytes` from here on. True: they are charged, or
     // more by at most a 1024th of the largest message.
     // False: the ticket held less, and everything was given back; the call must ask again. Once.

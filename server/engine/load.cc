@@ -235,7 +235,7 @@ Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
           .delay = std::max(kMinRetry, predicted - allowed)};
 }
 
-Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
+Load::Decision Load::Decide(const Call& call, absl::Time now) {
   Decision decision;
   if (call.bytes.has_value()) {
     decision.bytes = *call.bytes;
@@ -249,17 +249,17 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
   WorkAhead::Share share;
   share.weight = call.caller.weight;
   if (active) share = known->second.share[kCall];
-  const int calls = (active ? known->second.calls : 0) + coming;
+  const int calls = active ? known->second.calls : 0;
   const size_t callers = callers_.size() + (active ? 0 : 1);
   const Priority priority = call.caller.priority;
-  const auto all = ahead_[kCall].Of(share, priority, decision.cost * (1 + coming));
+  const auto all = ahead_[kCall].Of(share, priority, decision.cost);
   decision.ahead = Ahead(all, decision.cost);
 
   const absl::Duration left = call.deadline - now;
   const std::optional<double> predicted = slowness_[kCall].Predict(decision.ahead, kHeaderMargin);
   if (!predicted.has_value()) {
-    if (left < kUnknownTime && calls_ + coming >= kUnknownCalls) {
-      decision.refused = Unknown(calls_ + coming);
+    if (left < kUnknownTime && calls_ >= kUnknownCalls) {
+      decision.refused = Unknown(calls_);
     }
     return decision;
   }
@@ -267,7 +267,7 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
   const absl::Duration takes = absl::Nanoseconds(*predicted);
   const bool light = calls == 0 && callers <= kFewCallers;
   if (call.deadline != absl::InfiniteFuture() && !light && takes > left * kUsableTime) {
-    decision.probe = coming == 0 && now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
+    decision.probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
     if (decision.probe) return decision;
     Shorten(call.caller.id, now, left);
     decision.refused = Hopeless(takes / kUsableTime, left);
@@ -275,8 +275,7 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
   }
   if (!IsShort(call.caller.id, calls, now, left)) return decision;
   // A small call may wait for as many of the caller's large ones as a large one may.
-  const double usual =
-      (static_cast<double>(share.work[static_cast<size_t>(priority)]) + coming * cost) / calls;
+  const double usual = static_cast<double>(share.work[static_cast<size_t>(priority)]) / calls;
   const double alone = *slowness_[kCall].Predict(std::max(cost, usual), kHeaderMargin);
   const double part = left < kMuchTime ? kShortTime : kShortTimeOfMuch;
   const absl::Duration allowed = std::max(left * part, absl::Nanoseconds(alone) * short_calls_);
@@ -287,16 +286,10 @@ Load::Decision Load::Decide(const Call& call, int coming, absl::Time now) {
   return decision;
 }
 
-std::optional<Load::Refused> Load::Look(const Call& call, int coming) {
-  const absl::Time now = clock_();
-  MutexLock lock(mutex_);
-  return Decide(call, coming, now).refused;
-}
-
 absl::Status Load::Begin(const Call& call, Work* work) {
   const absl::Time now = clock_();
   MutexLock lock(mutex_);
-  const Decision decision = Decide(call, /*coming=*/0, now);
+  const Decision decision = Decide(call, now);
   if (decision.refused.has_value()) {
     if (metrics_ != nullptr) metrics_->CountRefused(decision.refused->reason, call.caller.proof);
     return decision.refused->ToStatus();

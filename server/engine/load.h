@@ -165,25 +165,6 @@ class Load {
   // after its deadline, or make a line long that is kept short; the text has both times.
   absl::Status Begin(const Call& call, Work* work);
 
-  // Why a call is refused. Its text and its status are made only where they are wanted.
-  struct Refused {
-    // The texts differ in what `allowed` is: the time until the deadline, the time in a short line, or
-    // a number of calls. kUnknown: `got` calls are not over, `allowed` may be.
-    enum class Why { kLate, kLongLine, kUnknown };
-    Why why = Why::kLate;
-    Refusal reason = {};
-    int64_t got = 0;  // milliseconds, or calls
-    int64_t allowed = 0;
-    absl::Duration delay;  // after which to try again
-
-    std::string Text() const;
-    absl::Status ToStatus() const;  // RESOURCE_EXHAUSTED with the retry delay
-  };
-
-  // What Begin would say if `coming` more calls like it of the same caller had begun before it.
-  // Nothing begins and nothing is counted. nullopt: it may come.
-  std::optional<Refused> Look(const Call& call, int coming);
-
   // Callers with outstanding work.
   int callers() const;
 
@@ -203,6 +184,21 @@ class Load {
   struct Shortened {
     absl::Time until = absl::InfinitePast();
     absl::Duration below;
+  };
+
+  // Why a call is refused.
+  struct Refused {
+    // The texts differ in what `allowed` is: the time until the deadline, the time in a short line, or
+    // a number of calls. kUnknown: `got` calls are not over, `allowed` may be.
+    enum class Why { kLate, kLongLine, kUnknown };
+    Why why = Why::kLate;
+    Refusal reason = {};
+    int64_t got = 0;  // milliseconds, or calls
+    int64_t allowed = 0;
+    absl::Duration delay;  // after which to try again
+
+    std::string Text() const;
+    absl::Status ToStatus() const;  // RESOURCE_EXHAUSTED with the retry delay
   };
 
   // What is decided of a call that comes.
@@ -230,9 +226,7 @@ class Load {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The refusal of a call that would make a short line long.
   static Refused TooLong(absl::Duration predicted, absl::Duration allowed);
-  // As Look.
-  Decision Decide(const Call& call, int coming, absl::Time now)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Decision Decide(const Call& call, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Arrived(Work* work, int64_t message_bytes, const JobSpec& spec);
   void End(Work* work, bool complete);
 

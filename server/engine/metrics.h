@@ -67,6 +67,9 @@ enum class Refusal {
   kQuotaBytes,       // "quota_bytes": the identity holds as much room as it may
   kQuotaRows,        // "quota_rows": the identity has sent as many rows as it may
   kQuotaCalls,       // "quota_calls": the identity has as many calls as it may
+  kHeaderList,       // "header_list": its metadata is larger than advertised
+  kConnectionBytes,  // "connection_bytes": connections hold as much as they may
+  kEarlyBytes,       // "early_bytes": its connection sends too many bytes that nobody asked for
 };
 
 enum class Gauge {

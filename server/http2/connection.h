@@ -37,11 +37,12 @@ namespace logitd::http2 {
 
 // The bytes that a connection holds, by kind. Written by its loop, read by any thread.
 struct Account {
-  std::atomic<int64_t> session = 0;  // nghttp2's memory, to the byte
+  std::atomic<int64_t> session = 0;  // the connection, and nghttp2's memory, to the byte
   std::atomic<int64_t> tls = 0;
   std::atomic<int64_t> headers = 0;  // header lists of open streams, and the streams themselves
-  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for, and what owners hold
-  std::atomic<int64_t> unsent = 0;   // responses that the peer has not taken
+  std::atomic<int64_t> early = 0;    // body bytes that nobody asked for
+  std::atomic<int64_t> unsent =
+      0;  // of responses: what the peer has not taken and no other pays for
   // Bytes received and sent since the start. A connection that moves is not the first to be cut.
   std::atomic<int64_t> received = 0;
   std::atomic<int64_t> sent = 0;
@@ -75,6 +76,8 @@ class ConnectionHost {
   // `text`: why it failed, for the log.
   virtual void OnHandshake(Connection* /*connection*/, HandshakeEnd /*end*/,
                            std::string_view /*text*/) {}
+  // False: this turn has had its handshakes. The connection asks again in the next one.
+  virtual bool TakeHandshake() { return true; }
   virtual void OnConnectionClosed(Connection* connection, Cut cut) = 0;
 };
 
@@ -82,7 +85,8 @@ class ConnectionHost {
 // counts into it.
 class Held {
  public:
-  // `total`: of all loops. `limit`: over it, no stream begins and no early bytes are taken.
+  // `total`: of all loops. `limit`: beyond it no stream begins and no early bytes are taken; beyond 7/8
+  // of it, none of a connection that holds more than kSmall.
   Held(std::atomic<int64_t>* total, int64_t limit) : total_(total), limit_(limit) {}
 
   void Add(int64_t bytes) {
@@ -92,18 +96,25 @@ class Held {
   void Flush() {
     if (unflushed_ != 0) total_->fetch_add(std::exchange(unflushed_, 0), std::memory_order_relaxed);
   }
-  bool over() const { return total_->load(std::memory_order_relaxed) > limit_; }
+  bool over(int64_t own) const {
+    return total_->load(std::memory_order_relaxed) > (own > kSmall ? limit_ / 8 * 7 : limit_);
+  }
 
   // Bytes of all connections of the loop since the start, closed ones included.
   std::atomic<int64_t> received = 0;
   std::atomic<int64_t> sent = 0;
 
  private:
+  static constexpr int64_t kSmall = int64_t{128} << 10;
   static constexpr int64_t kUnflushed = int64_t{64} << 10;
   std::atomic<int64_t>* const total_;
   const int64_t limit_;
   int64_t unflushed_ = 0;
 };
+
+// The memory of an idle connection of a usual client, without TLS: nghttp2's session with its tables of
+// header fields, and Connection.
+inline constexpr int64_t kIdleBytes = int64_t{44} << 10;
 
 // Used on its loop only, except account() and peer().
 class Connection final : public Source, public std::enable_shared_from_this<Connection> {
@@ -146,6 +157,10 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   // False: the kernel does not take more, or the connection is closed.
   bool WriteOut();
   void KeepRest();
+  void CountTls();
+  void Shrink();
+  bool over() const { return held_->over(account_.held()); }
+  void HoldRest(int64_t bytes);  // in Account::unsent
   void CountWritten(size_t bytes);
   void Tick();
   void SetTick();
@@ -221,6 +236,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
     const std::byte* data;
     size_t bytes;
     std::shared_ptr<const void> keep;  // null: in `rest_`, or in the loop's scratch
+    bool paid;                         // Payer::kKeep
   };
   struct Mark {  // the end of a Send
     uint64_t at;
@@ -229,6 +245,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   std::vector<Piece> pieces_;
   std::vector<Mark> marks_;
   std::vector<std::byte> rest_;
+  int64_t rest_bytes_ = 0;  // that `pieces_` keep while the kernel does not take them
   size_t scratch_used_ = 0;
   size_t filled_ = 0;
   uint64_t queued_ = 0;   // bytes given to `pieces_`, in all

@@ -56,8 +56,8 @@ struct Limits {
   uint32_t max_frame = uint32_t{1} << 20;  // advertised: large frames need few reads
   // Body bytes that the peer may send on a stream before more are granted.
   uint32_t early_window = 65535;  // the protocol's own value, so a setting costs no round trip
-  // Body bytes of all streams of a connection that came unasked and are still held, and messages that
-  // nobody admitted (Stream::HoldOther). The call that exceeds them is refused.
+  // Body bytes of all streams of a connection that came unasked and are still held. The call that
+  // exceeds them is refused.
   int64_t max_early_bytes = int64_t{16} << 20;
 
   // PING (answers to pings too), SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY, CONTINUATION and unknown

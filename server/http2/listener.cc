@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/door/address.h"
 #include "server/door/listening_socket.h"
+#include "server/http2/connection.h"
 
 namespace logitd::http2 {
 namespace {
@@ -34,10 +35,12 @@ int64_t RaiseDescriptorLimit() {
   return static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, kMostDescriptors));
 }
 
-int64_t ConnectionLimit(int64_t asked, int64_t descriptors) {
+int64_t ConnectionLimit(int64_t asked, int64_t descriptors, int64_t held_bytes, bool tls) {
   const int64_t room =
       std::max<int64_t>(1, descriptors - std::min(kReservedDescriptors, descriptors / 2));
-  return std::min({asked == 0 ? kMostConnections : asked, room, kMostConnections});
+  const int64_t idle = kIdleBytes + (tls ? TlsSession::kIdleBytes : 0);
+  return std::min({asked == 0 ? kMostConnections : asked, room, kMostConnections,
+                   std::max<int64_t>(1, held_bytes / 4 * 3 / idle)});
 }
 
 class Listener::Place final : public Source {

@@ -32,7 +32,7 @@ class Task {
   Task* next_ = nullptr;
 };
 
-// Times to call back at, to a millisecond: never early. Set and Cancel cost O(1). Not thread-safe.
+// Timers, to a millisecond, never early. Set and Cancel cost O(1). Not thread-safe.
 class Timers {
   struct Link {
     Link* previous = nullptr;

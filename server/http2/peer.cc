@@ -14,8 +14,7 @@ void NameV4(in_addr address, in_port_t port, PeerInfo* peer) {
   char text[INET_ADDRSTRLEN] = {};
   inet_ntop(AF_INET, &address, text, sizeof(text));
   peer->name = absl::StrCat("ipv4:", text, ":", ntohs(port));
-  const bool local = ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET;
-  if (!local) peer->host = text;
+  peer->origin = ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET ? "localhost" : text;
 }
 
 void NameV6(const sockaddr_in6& in, PeerInfo* peer) {
@@ -28,7 +27,14 @@ void NameV6(const sockaddr_in6& in, PeerInfo* peer) {
   inet_ntop(AF_INET6, &in.sin6_addr, text, sizeof(text));
   const std::string zone = in.sin6_scope_id == 0 ? "" : absl::StrCat("%", in.sin6_scope_id);
   peer->name = absl::StrCat("ipv6:[", text, zone, "]:", ntohs(in.sin6_port));
-  if (!IN6_IS_ADDR_LOOPBACK(&in.sin6_addr)) peer->host = text;
+  if (IN6_IS_ADDR_LOOPBACK(&in.sin6_addr)) {
+    peer->origin = "localhost";
+    return;
+  }
+  in6_addr network = in.sin6_addr;
+  std::memset(network.s6_addr + 8, 0, 8);
+  inet_ntop(AF_INET6, &network, text, sizeof(text));
+  peer->origin = absl::StrCat(text, "/64");
 }
 
 }  // namespace
@@ -48,6 +54,7 @@ PeerInfo DescribePeer(int fd, const sockaddr_storage& address, socklen_t length,
     ucred user = {};
     socklen_t bytes = sizeof(user);
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &user, &bytes) == 0) peer.uid = user.uid;
+    peer.origin = absl::StrCat("uid:", user.uid);
   }
   return peer;
 }

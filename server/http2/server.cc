@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <list>
 #include <utility>
 
@@ -18,8 +19,18 @@ namespace {
 constexpr int64_t kGuardNs = 20'000'000;
 // Bytes that a connection moved in the last one to two of these periods count for it.
 constexpr int64_t kMovedLatelyNs = 2'000'000'000;
+constexpr int kCutsAtOnce = 64;
+// Steps of handshakes in a turn of a loop: one takes up to some milliseconds, which others wait.
+constexpr int kHandshakesPerTurn = 2;
 
 }  // namespace
+
+// What a connection holds beyond an idle one's place, less what it moved lately. Bytes that came and are
+// still held have not moved.
+struct Server::Still {
+  int64_t bytes;
+  std::shared_ptr<Connection> connection;
+};
 
 // One loop and its connections. The methods run on the loop, or before Start.
 class Server::Host final : public ConnectionHost {
@@ -54,21 +65,19 @@ class Server::Host final : public ConnectionHost {
     for (const auto& connection : Everyone()) connection->Close();
   }
 
-  // The connection that holds most, less what it moved lately; null: none holds anything.
-  std::pair<int64_t, std::shared_ptr<Connection>> Stillest() {
-    std::pair<int64_t, std::shared_ptr<Connection>> most = {0, nullptr};
+  void AddStill(std::vector<Still>* all) {
     for (auto& [connection, known] : all_) {
       const Account& account = connection->account();
-      const int64_t moved = account.received + account.sent;
+      const int64_t moved = account.received + account.sent - account.early;
       if (loop_.now_ns() - known.looked_ns > kMovedLatelyNs) {
         known.moved_before = known.moved;
         known.moved = moved;
         known.looked_ns = loop_.now_ns();
       }
-      const int64_t still = account.held() - (moved - known.moved_before);
-      if (still > most.first) most = {still, known.connection};
+      const int64_t place = kIdleBytes + (account.tls > 0 ? TlsSession::kIdleBytes : 0);
+      const int64_t still = account.held() - place - (moved - known.moved_before);
+      if (still > 0) all->push_back({still, known.connection});
     }
-    return most;
   }
 
   const Held& held() const { return held_; }
@@ -82,6 +91,10 @@ class Server::Host final : public ConnectionHost {
     log::Limited(log::Source::kConnections, spdlog::level::info,
                  "connection {} of {} was closed: its TLS handshake failed: {}",
                  connection->peer().id, connection->peer().name, text);
+  }
+  bool TakeHandshake() override {
+    if (std::exchange(handshake_turn_ns_, loop_.now_ns()) != loop_.now_ns()) handshakes_now_ = 0;
+    return ++handshakes_now_ <= kHandshakesPerTurn;
   }
   void OnConnectionClosed(Connection* connection, Cut cut) override {
     handshakes_.remove(connection);
@@ -128,6 +141,8 @@ class Server::Host final : public ConnectionHost {
   Held held_;
   std::atomic<int64_t> count_ = 0;
   absl::flat_hash_map<Connection*, Known> all_;
+  int64_t handshake_turn_ns_ = 0;  // of the turn that `handshakes_now_` counts
+  int handshakes_now_ = 0;
   std::list<Connection*> handshakes_;  // unfinished or ended lately, the oldest first
   Loop loop_;                          // ends first: its tasks use the others
 };
@@ -155,7 +170,7 @@ void Server::Start() {
         Accept(fd, address, length);
       },
       [this] { events_->OnRefused(); });
-  guard_ = std::make_unique<Timer>([this] { CutStillest(); });
+  guard_ = std::make_unique<Timer>([this] { Guard(); });
   loop.timers().Set(guard_.get(), loop.now_ns() + kGuardNs);
   for (const auto& host : hosts_) host->Start();
 }
@@ -192,11 +207,9 @@ bool Server::Enter(const PeerInfo& peer) {
   {
     absl::MutexLock lock(&mutex_);
     if (open_ >= options_.max_connections) return false;
-    if (!peer.host.empty()) {
-      int64_t& from_host = by_host_[peer.host];
-      if (from_host >= (options_.max_connections + 1) / 2) return false;
-      ++from_host;
-    }
+    const auto from = by_origin_.find(peer.origin);
+    if (from != by_origin_.end() && from->second > options_.max_connections - open_) return false;
+    ++by_origin_[peer.origin];
     open = ++open_;
   }
   events_->OnOpen(open);
@@ -207,43 +220,58 @@ void Server::Leave(const Connection& connection) {
   int64_t open = 0;
   {
     absl::MutexLock lock(&mutex_);
-    const auto host = by_host_.find(connection.peer().host);
-    if (host != by_host_.end() && --host->second == 0) by_host_.erase(host);
+    const auto from = by_origin_.find(connection.peer().origin);
+    if (--from->second == 0) by_origin_.erase(from);
     open = --open_;
   }
   events_->OnOpen(open);
 }
 
-// While too much is held, closes one connection a time: the one that holds most without moving.
-void Server::CutStillest() {
+// While too much is held, connections are closed that hold and do not move, of all loops.
+void Server::Guard() {
   Loop& loop = hosts_.front()->loop();
   loop.timers().Set(guard_.get(), loop.now_ns() + kGuardNs);
   if (held_bytes() <= options_.max_held_bytes / 8 * 7) return;
   struct Search {
     absl::Mutex mutex;
-    int64_t most ABSL_GUARDED_BY(mutex) = 0;
-    std::shared_ptr<Connection> found ABSL_GUARDED_BY(mutex);
-    size_t left ABSL_GUARDED_BY(mutex);
+    std::vector<Still> all ABSL_GUARDED_BY(mutex);
+    size_t answers ABSL_GUARDED_BY(mutex) = 0;
   };
   auto search = std::make_shared<Search>();
-  {
-    absl::MutexLock lock(&search->mutex);
-    search->left = hosts_.size();
-  }
   for (const auto& host : hosts_) {
-    host->loop().Post([host = host.get(), search] {
-      auto [still, connection] = host->Stillest();
-      std::shared_ptr<Connection> cut;
-      {
-        absl::MutexLock lock(&search->mutex);
-        if (connection != nullptr && still > search->most) {
-          search->most = still;
-          search->found = connection;
-        }
-        if (--search->left == 0) cut = search->found;
-      }
-      if (cut != nullptr) cut->loop().Post([cut] { cut->Close(Cut::kMemory); });
+    host->loop().Post([this, host = host.get(), search] {
+      absl::MutexLock lock(&search->mutex);
+      host->AddStill(&search->all);
+      if (++search->answers == hosts_.size()) CutStillest(std::move(search->all));
     });
+  }
+}
+
+// Any loop. The origin that holds most loses first: there the connection that holds most.
+void Server::CutStillest(std::vector<Still> all) {
+  std::sort(all.begin(), all.end(),
+            [](const Still& a, const Still& b) { return a.bytes > b.bytes; });
+  struct Origin {
+    int64_t bytes = 0;
+    std::vector<size_t> left;  // of `all`, the least first
+  };
+  absl::flat_hash_map<absl::string_view, Origin> origins;
+  for (size_t i = all.size(); i-- > 0;) {
+    Origin& origin = origins[all[i].connection->peer().origin];
+    origin.bytes += all[i].bytes;
+    origin.left.push_back(i);
+  }
+  int64_t excess = held_bytes() - options_.max_held_bytes / 8 * 7;
+  for (int cuts = 0; cuts < kCutsAtOnce && excess > 0; ++cuts) {
+    const auto most = std::max_element(
+        origins.begin(), origins.end(),
+        [](const auto& a, const auto& b) { return a.second.bytes < b.second.bytes; });
+    if (most == origins.end() || most->second.bytes == 0) return;
+    const Still& still = all[most->second.left.back()];
+    most->second.left.pop_back();
+    most->second.bytes -= still.bytes;
+    excess -= still.connection->account().held();
+    still.connection->loop().Post([cut = still.connection] { cut->Close(Cut::kMemory); });
   }
 }
 

@@ -31,12 +31,13 @@ struct ServerOptions {
   int first_loop = 0;  // the number of the first; others count on
   Limits limits;
   Times times;
+  // An origin (PeerInfo::origin) may have about half of them: as many as are left for others.
   int64_t max_connections = 1024;
-  // The most that all connections hold beside admitted bodies: the sum of Account::held. From 7/8
-  // of it on, the one that holds most without moving is closed.
+  // The most that all connections hold beside admitted bodies: the sum of Account::held. Beyond 7/8 of
+  // it connections are closed: of the origin that holds most without moving, the one that does.
   int64_t max_held_bytes = int64_t{256} << 20;
   // TLS handshakes that are not finished. Each loop has its part of them; one more there ends the
-  // oldest.
+  // oldest that has sent nothing, or else the oldest.
   int64_t max_handshakes = 512;
   std::shared_ptr<const door::TlsSource> tls;  // of connections over TCP; null: none
 };
@@ -98,7 +99,9 @@ class Server {
   void Accept(int fd, const sockaddr_storage& address, socklen_t length);
   bool Enter(const PeerInfo& peer);
   void Leave(const Connection& connection);
-  void CutStillest();
+  struct Still;
+  void Guard();
+  void CutStillest(std::vector<Still> all);
 
   const ServerOptions options_;
   ServerEvents* const events_;
@@ -112,7 +115,7 @@ class Server {
 
   mutable absl::Mutex mutex_;
   int64_t open_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::flat_hash_map<std::string, int64_t> by_host_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, int64_t> by_origin_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace logitd::http2

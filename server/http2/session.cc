@@ -14,6 +14,9 @@ namespace logitd::http2 {
 namespace {
 
 constexpr int32_t kConnectionWindow = int32_t{1} << 30;  // streams have the windows that matter
+// The table of response fields. Those that repeat fit; more would cost each connection memory for fields
+// that differ.
+constexpr size_t kResponseTable = 512;
 // The most of a body in one DATA frame. More is larger than nghttp2's buffer.
 constexpr size_t kFrameBytes = size_t{64} << 10;
 
@@ -107,6 +110,7 @@ struct Connection::Callbacks {
     nghttp2_option_new(&options);
     nghttp2_option_set_no_auto_window_update(options, 1);
     nghttp2_option_set_no_closed_streams(options, 1);
+    nghttp2_option_set_max_deflate_dynamic_table_size(options, kResponseTable);
     nghttp2_option_set_max_outbound_ack(options, limits.unread_acks);
     // Unknown frames are told to OnBeginFrame, which counts them.
     for (int type = NGHTTP2_ALTSVC; type <= UINT8_MAX; ++type) {

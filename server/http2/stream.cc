@@ -71,7 +71,7 @@ void Stream::Grant(int64_t bytes) {
 bool Stream::HoldEarly(int64_t bytes) {
   const Connection& connection = *connection_;
   const int64_t held = connection.account_.early.load(std::memory_order_relaxed);
-  if (held + bytes > connection.limits_.max_early_bytes || connection.held_->over()) return false;
+  if (held + bytes > connection.limits_.max_early_bytes || connection.over()) return false;
   early_ += bytes;
   connection_->Hold(&connection_->account_.early, bytes);
   return true;
@@ -82,13 +82,9 @@ void Stream::ReleaseEarly() {
   early_ = 0;
 }
 
-bool Stream::HoldOther(int64_t bytes) {
-  connection_->Hold(&connection_->account_.early, -std::exchange(other_, 0));
-  if (bytes == 0) return true;
-  if (!HoldEarly(bytes)) return false;
-  early_ -= bytes;
-  other_ = bytes;
-  return true;
+void Stream::HoldUnpaid(int64_t more) {
+  unpaid_bytes_ += more;
+  connection_->Hold(&connection_->account_.unsent, more);
 }
 
 void Stream::CountMessage() { connection_->tiny_.Add(2); }
@@ -106,7 +102,7 @@ void Stream::Send(Bytes bytes) {
   if (connection_->session_ == nullptr || ended_) return;
   if (unsent_bytes_ == 0) moved_ns_ = connection_->loop_->now_ns();
   unsent_bytes_ += static_cast<int64_t>(bytes.span.size());
-  connection_->Hold(&connection_->account_.unsent, static_cast<int64_t>(bytes.span.size()));
+  if (bytes.payer == Payer::kConnection) HoldUnpaid(static_cast<int64_t>(bytes.span.size()));
   unsent_.push_back(std::move(bytes));
   if (std::exchange(deferred_, false)) nghttp2_session_resume_data(connection_->session_, id_);
   connection_->Wake();

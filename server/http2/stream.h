@@ -44,11 +44,19 @@ class HeaderList {
   absl::InlinedVector<End, 16> ends_;
 };
 
+// Whose account bytes of a response are in until the kernel has taken them.
+enum class Payer : uint8_t {
+  kConnection,
+  kOwner,  // the stream's owner's, until OnClosed
+  kKeep,   // that of Bytes::keep
+};
+
 // Bytes of a response's body, and what keeps them.
 struct Bytes {
   absl::Span<const std::byte> span;
   std::shared_ptr<const void> keep;
   bool ends_message = true;  // see StreamEvents::OnSent
+  Payer payer = Payer::kConnection;
 };
 
 // The reason to refuse a stream, whatever it asks for.
@@ -103,9 +111,6 @@ class Stream {
   // the connection holds too many, and these are not counted.
   bool HoldEarly(int64_t bytes);
   void ReleaseEarly();
-  // What the owner holds for the stream beside its body, in all; 0: nothing any more. False: as of
-  // HoldEarly.
-  bool HoldOther(int64_t bytes);
   // A message was complete: see Limits::tiny_frames.
   void CountMessage();
 
@@ -120,6 +125,8 @@ class Stream {
  private:
   friend class Connection;
 
+  void HoldUnpaid(int64_t more);
+
   Connection* const connection_;
   const int32_t id_;
   std::shared_ptr<StreamEvents> events_;
@@ -130,7 +137,6 @@ class Stream {
   bool peer_ended_ = false;
   int64_t granted_ = 0;
   int64_t early_ = 0;
-  int64_t other_ = 0;
 
   bool responded_ = false;
   bool ended_ = false;     // End was called
@@ -138,6 +144,7 @@ class Stream {
   absl::InlinedVector<Bytes, 1> unsent_;
   size_t sent_of_first_ = 0;
   int64_t unsent_bytes_ = 0;  // of Sends: those that no write has been given
+  int64_t unpaid_bytes_ = 0;  // of them in Account::unsent
   // When the peer last took something of the response, or Send was called with nothing unsent.
   int64_t moved_ns_ = 0;
   int64_t stop_ns_ = 0;  // when the peer is told to stop; 0: it has ended, or the response goes on

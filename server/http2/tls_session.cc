@@ -346,6 +346,13 @@ ssize_t TlsSession::WriteRecords(absl::Span<const iovec> parts) {
   return static_cast<ssize_t>(done);
 }
 
+int64_t TlsSession::held_bytes() const {
+  if (ssl_ == nullptr) return 0;
+  const int64_t reading = SSL_has_pending(ssl_.get()) != 0 ? int64_t{kReadBuffer} : 0;
+  return (established_ ? kIdleBytes : kHandshakeBytes) + reading +
+         static_cast<int64_t>(pending_.capacity());
+}
+
 void TlsSession::SendEnd() {
   if (ssl_ == nullptr || broken_ || !established_) return;
   ERR_clear_error();

@@ -35,10 +35,12 @@ inline constexpr auto kHandshakeEndNames = std::to_array<std::string_view>(
 
 // Used by one thread at a time. Never blocks.
 //
-// Memory: about 20 KiB. kReadBuffer more while a record has come in part, and up to kWriteGroup
-// while the peer does not take what was written.
 class TlsSession {
  public:
+  // Memory, measured and rounded up: during a handshake and after it. kReadBuffer more while a record
+  // has come in part, and up to kWriteGroup while the peer does not take what was written.
+  static constexpr int64_t kHandshakeBytes = int64_t{48} << 10;
+  static constexpr int64_t kIdleBytes = int64_t{20} << 10;
   // Ciphertext that is read at once. OpenSSL decrypts it in place, so it should fit the cache.
   static constexpr size_t kReadBuffer = size_t{128} << 10;
   // Plaintext that is encrypted before the kernel gets it.
@@ -68,6 +70,8 @@ class TlsSession {
   // Like sendmsg, with errno. Bytes that are encrypted but not taken by the kernel count as not
   // written: as after any EAGAIN, the next write begins with the same bytes.
   ssize_t Write(absl::Span<const iovec> parts);
+  // The memory that it holds now.
+  int64_t held_bytes() const;
   // Tells the peer that no more bytes follow, if the kernel takes it now.
   void SendEnd();
   // The descriptor is about to be closed. Reads and writes fail from here on.

@@ -29,8 +29,8 @@ class HealthService::WatchCall final : public PlainCall {
 
   // On the loop.
   void Look() {
-    if (!service_.has_value() || finished()) return;
-    const auto status = StatusOf(health_->Get(*service_));
+    if (!asked_ || finished()) return;
+    const auto status = StatusOf(health_->Read(service_));
     if (status == sent_) return;
     sent_ = status;
     HealthCheckResponse response;
@@ -42,29 +42,40 @@ class HealthService::WatchCall final : public PlainCall {
   void OnRequest(std::string_view message) override {
     HealthCheckRequest request;
     if (absl::Status status = Parse(message, &request); !status.ok()) return End(status);
-    service_ = request.service();
+    asked_ = true;
     {
       absl::MutexLock lock(&health_->mutex_);
+      const auto service = health_->serving_.find(request.service());
+      if (service != health_->serving_.end()) service_ = &service->second;
       health_->watches_.emplace(this, weak_from_this());
     }
     Look();
   }
-  int64_t kept_bytes() const override { return static_cast<int64_t>(service_->capacity()); }
-  void OnGone() override { health_->Forget(this); }
+  void OnOver() override {
+    {
+      absl::MutexLock lock(&health_->mutex_);
+      health_->watches_.erase(this);
+    }
+    PlainCall::OnOver();
+  }
 
   HealthService* const health_;
-  std::optional<std::string> service_;
+  bool asked_ = false;
+  const bool* service_ = nullptr;  // of its service in `serving_`; null: an unknown one
   std::optional<HealthCheckResponse::ServingStatus> sent_;
 };
 
+HealthService::HealthService(const CallEnvironment& environment)
+    : environment_(environment),
+      check_(UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
+          [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
+            const std::optional<bool> serving = Get(request.service());
+            if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
+            response->set_status(StatusOf(serving));
+            return absl::OkStatus();
+          })) {}
+
 void HealthService::Register(Registry* registry) {
-  check_ = UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
-      [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
-        const std::optional<bool> serving = Get(request.service());
-        if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
-        response->set_status(StatusOf(serving));
-        return absl::OkStatus();
-      });
   registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
     return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
   });
@@ -96,9 +107,9 @@ std::optional<bool> HealthService::Get(const std::string& service) const {
   return at == serving_.end() ? std::nullopt : std::optional<bool>(at->second);
 }
 
-void HealthService::Forget(const WatchCall* call) {
+std::optional<bool> HealthService::Read(const bool* serving) const {
   absl::MutexLock lock(&mutex_);
-  watches_.erase(call);
+  return serving == nullptr ? std::nullopt : std::optional<bool>(*serving);
 }
 
 }  // namespace logitd::rpc

@@ -20,11 +20,13 @@ namespace logitd::rpc {
 class HealthService {
  public:
   // `environment` outlives this.
-  explicit HealthService(const CallEnvironment& environment) : environment_(environment) {}
+  explicit HealthService(const CallEnvironment& environment);
 
+  // This outlives the registry.
   void Register(Registry* registry);
 
-  // The empty name is the whole server.
+  // The empty name is the whole server. New names only before the server starts: a watch of an unknown
+  // name never learns of it.
   void Set(const std::string& service, bool serving);
   // nullopt: it was never set.
   std::optional<bool> Get(const std::string& service) const;
@@ -32,10 +34,11 @@ class HealthService {
  private:
   class WatchCall;
 
-  void Forget(const WatchCall* call);
+  // `serving`: in `serving_`; null: nullopt.
+  std::optional<bool> Read(const bool* serving) const;
 
   const CallEnvironment& environment_;
-  UnaryPlainCall::Serve check_;
+  const UnaryPlainCall::Serve check_;
   mutable absl::Mutex mutex_;
   std::map<std::string, bool> serving_ ABSL_GUARDED_BY(mutex_);
   std::map<const WatchCall*, std::weak_ptr<ServerCall>> watches_ ABSL_GUARDED_BY(mutex_);

@@ -1,13 +1,13 @@
 #include "server/rpc/probe_server.h"
 
-#include "server/rpc/transport/server_call.h"
-
 namespace logitd::rpc {
 namespace {
 
 http2::ServerOptions Options(int loop) {
-  http2::ServerOptions options = {
-      .loops = 1, .first_loop = loop, .max_connections = 64, .max_held_bytes = int64_t{8} << 20};
+  http2::ServerOptions options = {.loops = 1,
+                                  .first_loop = loop,
+                                  .max_connections = ProbeServer::kMaxConnections,
+                                  .max_held_bytes = int64_t{8} << 20};
   options.limits.max_streams = 16;
   options.times.max_idle = absl::Minutes(5);
   return options;
@@ -25,10 +25,6 @@ absl::Status ProbeServer::Listen(absl::Span<const std::string> addresses,
   if (absl::Status status = server_.Listen(addresses, socket_mode); !status.ok()) return status;
   server_.Start();
   return absl::OkStatus();
-}
-
-std::shared_ptr<http2::StreamEvents> ProbeServer::OnStream(http2::Stream* stream) {
-  return registry_.Start(stream, tracker_);
 }
 
 }  // namespace logitd::rpc

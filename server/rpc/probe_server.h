@@ -22,6 +22,8 @@ namespace logitd::rpc {
 // other server hold or do keeps a probe from its answer. Methods from one thread.
 class ProbeServer final : private http2::ServerEvents {
  public:
+  static constexpr int64_t kMaxConnections = 64;
+
   // `loop`: the number of its loop, which `tracker` knows. Both arguments outlive it.
   ProbeServer(const CallTracker& tracker, int loop, HealthService* health);
 
@@ -31,7 +33,9 @@ class ProbeServer final : private http2::ServerEvents {
   void Shutdown() { server_.Shutdown(); }
 
  private:
-  std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override;
+  std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override {
+    return registry_.Start(stream, tracker_);
+  }
 
   const CallTracker& tracker_;
   Registry registry_{"only grpc.health.v1.Health is served here"};

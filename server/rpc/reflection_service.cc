@@ -19,9 +19,11 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::FileDescriptor;
 
 constexpr PlainMethod kInfo = {.path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                               .open = true,
                                .client_streams = true};
 constexpr PlainMethod kInfoAlpha = {
     .path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    .open = true,
     .client_streams = true};
 
 void SetError(absl::StatusCode code, std::string_view text, auto* response) {

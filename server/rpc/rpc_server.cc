@@ -19,7 +19,6 @@
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/server_call.h"
 #include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
@@ -77,7 +76,8 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
         load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
-        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1),
+        tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1,
+                 metrics),
         turn_jobs_(engine, options.loops),
         environment_{.admission = admission,
                      .engine = engine,

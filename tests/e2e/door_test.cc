@@ -408,8 +408,7 @@ TEST(UnixSocketTest, PathThatIsTooLongIsRefused) {
 
 // Beyond 256 MiB, what docs/operations.md, "Memory", says.
 TEST(ResidentMemoryTest, IsGivenBackWhenTheLoadHasEnded) {
-  ServerProcess server({"--streams=1", "--slab-bytes=20MiB", "--max-request-bytes=20MiB",
-                        "--max-connection-bytes=1GiB"});
+  ServerProcess server({"--streams=1", "--slab-bytes=20MiB", "--max-request-bytes=20MiB"});
   const int64_t slabs = 4 * 20 * kMiB + 11 * kMiB;
   const int64_t most = server.RssBytes() + slabs + 256 * kMiB;
   v1::AttentionSoftmaxRequest request;

@@ -389,5 +389,29 @@ TEST(FairRoomTest, RoomOfIdleStreamsIsTakenBackWhileOthersWait) {
   admission.BeginDrain();
 }
 
+TEST(FairRoomTest, RoomOfAMessageThatComesIsNotTakenBack) {
+  Admission admission(Rooms(4), nullptr);
+  std::deque<Peer> idle;
+  for (uint64_t i = 0; i < 4; ++i) {
+    idle.emplace_back(&admission, i, RoomAsk{.bytes = kMiB, .between_messages = true});
+  }
+  EXPECT_TRUE(idle[0].ticket().Comes({.bytes = kMiB}));
+  EXPECT_TRUE(idle[1].ticket().Comes({.bytes = kMiB, .received = true}));
+  const int64_t held = admission.held_bytes();
+  EXPECT_FALSE(idle[2].ticket().Comes({.bytes = kMiB + 1})) << "it has less";
+  EXPECT_EQ(admission.held_bytes(), held - kMiB) << "and gave it back";
+  std::deque<Peer> others;
+  for (uint64_t i = 10; i < 20; ++i) others.emplace_back(&admission, i);
+  const int64_t full = admission.held_bytes();
+  const absl::Time end = absl::Now() + absl::Seconds(20);
+  while (admission.held_bytes() == full && absl::Now() < end) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_FALSE(idle[3].ticket().Comes({.bytes = kMiB})) << "it was taken back";
+  EXPECT_TRUE(idle[0].ticket().Received(kMiB));
+  EXPECT_TRUE(idle[1].ticket().Received(kMiB));
+  admission.BeginDrain();
+}
+
 }  // namespace
 }  // namespace logitd::engine

@@ -101,14 +101,6 @@ class LoadTest : public ::testing::Test {
         {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, work);
   }
 
-  absl::Status Look(uint64_t caller, absl::Duration left, int coming, Refusal* reason = nullptr) {
-    const auto refused = load_.Look(
-        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, coming);
-    if (!refused.has_value()) return absl::OkStatus();
-    if (reason != nullptr) *reason = refused->reason;
-    return refused->ToStatus();
-  }
-
   // One call of `caller` in 10 ms, or what it `takes`, if it is let in.
   bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration(),
               absl::Duration takes = kTakes) {
@@ -163,11 +155,9 @@ TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
   EXPECT_TRUE(absl::IsResourceExhausted(refusal));
   EXPECT_THAT(refusal.message(), HasSubstr("256 calls are not over, allowed 256"));
   EXPECT_EQ(RetryDelayOf(refusal), absl::Milliseconds(10));
-  EXPECT_EQ(Look(2, absl::Milliseconds(200), 0), refusal);
   EXPECT_TRUE(Begin(2, absl::Seconds(5), &patient).ok()) << "it has time";
   works.pop_back();
   works.pop_back();
-  EXPECT_FALSE(Look(2, absl::Milliseconds(200), 1).ok()) << "another one is coming";
   EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &work).ok());
 }
 
@@ -304,61 +294,6 @@ TEST_F(LoadTest, BesideTwoCallsAnotherOneIsRefusedWhereTheLineIsLong) {
   EXPECT_FALSE(Begin(1, absl::Milliseconds(500), &third).ok());
   Drain(&works, 1);
   EXPECT_TRUE(Begin(1, absl::Milliseconds(500), &second).ok());
-}
-
-// The door looks at each call that comes, and only those that pass begin.
-TEST_F(LoadTest, ALookSaysWhatBeginWouldSay) {
-  Learn();
-  std::deque<Load::Work> works;
-  // The line as long as the deadline allows, and then the short line.
-  for (const Refusal reason : {Refusal::kHopeless, Refusal::kOverloaded}) {
-    SCOPED_TRACE(static_cast<int>(reason));
-    Drain(&works, 2);
-    absl::Status look;
-    Refusal seen = {};
-    while (works.size() < 1000) {
-      look = Look(1, absl::Seconds(4), 0, &seen);
-      Load::Work next;
-      const absl::Status begin = Begin(1, absl::Seconds(4), &next);
-      // A refusal of the long line shortens it.
-      EXPECT_EQ(look.ok(), begin.ok()) << works.size();
-      if (!begin.ok()) break;
-      works.push_back(std::move(next));
-    }
-    EXPECT_EQ(seen, reason);
-    EXPECT_TRUE(RetryDelayOf(look).has_value());
-    works.pop_back();
-    works.pop_back();
-    EXPECT_EQ(Look(1, absl::Seconds(4), 0).ok(), reason == Refusal::kOverloaded)
-        << "the line is short from the first refusal on";
-  }
-}
-
-TEST_F(LoadTest, CallsThatAreComingCountAsBegun) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(200), &works);
-  const int all = static_cast<int>(works.size());
-  works.clear();
-  now_ += Load::kShortLine;
-  EXPECT_TRUE(Look(1, absl::Milliseconds(200), all - 1).ok());
-  EXPECT_FALSE(Look(1, absl::Milliseconds(200), all).ok());
-  EXPECT_TRUE(Look(2, absl::Milliseconds(200), 0).ok()) << "another caller";
-}
-
-TEST_F(LoadTest, ALookCountsAndBeginsNothing) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(200), &works);
-  const std::string before = Scrape(metrics_);
-  for (int i = 0; i < 100; ++i) {
-    EXPECT_FALSE(Look(1, absl::Milliseconds(200), 0).ok());
-    EXPECT_TRUE(Look(2, absl::Milliseconds(200), 0).ok());
-  }
-  EXPECT_EQ(load_.callers(), 1);
-  EXPECT_THAT(Scrape(metrics_),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
-  EXPECT_THAT(Scrape(metrics_), ::testing::Not(HasSubstr("reason=\"overloaded\"} 1")));
 }
 
 // A short line runs empty now and then: that must not make it long again.

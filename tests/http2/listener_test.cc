@@ -20,6 +20,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "server/http2/connection.h"
+#include "server/http2/tls_session.h"
 
 namespace logitd::http2 {
 namespace {
@@ -36,12 +38,29 @@ bool Becomes(const std::function<bool()>& condition) {
 }
 
 TEST(ConnectionLimitTest, LeavesAReserve) {
-  EXPECT_EQ(ConnectionLimit(0, 1024), 1024 - 128);
-  EXPECT_EQ(ConnectionLimit(0, 200), 100);
-  EXPECT_EQ(ConnectionLimit(0, 1 << 20), 65536);
-  EXPECT_EQ(ConnectionLimit(5, 1024), 5);
-  EXPECT_EQ(ConnectionLimit(5000, 1024), 1024 - 128);
-  EXPECT_EQ(ConnectionLimit(0, 1), 1);
+  constexpr int64_t kPlenty = int64_t{64} << 30;
+  const auto limit = [](int64_t asked, int64_t descriptors) {
+    return ConnectionLimit(asked, descriptors, kPlenty, /*tls=*/false);
+  };
+  EXPECT_EQ(limit(0, 1024), 1024 - 128);
+  EXPECT_EQ(limit(0, 200), 100);
+  EXPECT_EQ(limit(0, 1 << 20), 65536);
+  EXPECT_EQ(limit(5, 1024), 5);
+  EXPECT_EQ(limit(5000, 1024), 1024 - 128);
+  EXPECT_EQ(limit(0, 1), 1);
+}
+
+TEST(ConnectionLimitTest, IdleConnectionsFitIntoTheirMemory) {
+  constexpr int64_t kBytes = int64_t{256} << 20;
+  for (const int64_t asked : {0, 65536}) {
+    const int64_t plain = ConnectionLimit(asked, 1 << 20, kBytes, /*tls=*/false);
+    EXPECT_LE(plain * kIdleBytes, kBytes / 4 * 3);
+    EXPECT_GT(plain, 4000);
+    const int64_t tls = ConnectionLimit(asked, 1 << 20, kBytes, /*tls=*/true);
+    EXPECT_LE(tls * (kIdleBytes + TlsSession::kIdleBytes), kBytes / 4 * 3);
+    EXPECT_GT(tls, 3000);
+  }
+  EXPECT_EQ(ConnectionLimit(100, 1 << 20, kBytes, true), 100);
 }
 
 int ConnectTo(const std::string& listening, int family = AF_INET) {

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <string>
 
+#include "absl/strings/str_cat.h"
+
 namespace logitd::http2 {
 namespace {
 
@@ -29,20 +31,22 @@ TEST(PeerTest, ATcpPeerHasItsAddressAndItsHost) {
   const PeerInfo peer = DescribePeer(-1, address, sizeof(v4), 7);
   EXPECT_EQ(peer.id, 7u);
   EXPECT_EQ(peer.name, "ipv4:192.0.2.5:40123");
-  EXPECT_EQ(peer.host, "192.0.2.5");
+  EXPECT_EQ(peer.origin, "192.0.2.5");
   EXPECT_FALSE(peer.uid.has_value());
   EXPECT_EQ(OfV6("2001:db8::1", 9).name, "ipv6:[2001:db8::1]:9");
-  EXPECT_EQ(OfV6("2001:db8::1", 9).host, "2001:db8::1");
+  EXPECT_EQ(OfV6("2001:db8::1", 9).origin, "2001:db8::/64");
+  EXPECT_EQ(OfV6("2001:db8::ffff:1", 9).origin, "2001:db8::/64") << "one network";
+  EXPECT_EQ(OfV6("2001:db8:0:1::1", 9).origin, "2001:db8:0:1::/64");
 }
 
 TEST(PeerTest, OneHostHasOneNameOverBothFamilies) {
   EXPECT_EQ(OfV6("::ffff:192.0.2.5", 9).name, "ipv4:192.0.2.5:9");
-  EXPECT_EQ(OfV6("::ffff:192.0.2.5", 9).host, "192.0.2.5");
+  EXPECT_EQ(OfV6("::ffff:192.0.2.5", 9).origin, "192.0.2.5");
 }
 
 TEST(PeerTest, PeersOnThisMachineHaveNoHost) {
-  EXPECT_EQ(OfV6("::1", 9).host, "");
-  EXPECT_EQ(OfV6("::ffff:127.0.0.1", 9).host, "");
+  EXPECT_EQ(OfV6("::1", 9).origin, "localhost");
+  EXPECT_EQ(OfV6("::ffff:127.0.0.1", 9).origin, "localhost");
 }
 
 TEST(PeerTest, AUnixPeerIsKnownByItsUser) {
@@ -52,7 +56,7 @@ TEST(PeerTest, AUnixPeerIsKnownByItsUser) {
   address.ss_family = AF_UNIX;
   const PeerInfo peer = DescribePeer(fds[0], address, sizeof(sa_family_t), 3);
   EXPECT_EQ(peer.name, "unix:connection-3");
-  EXPECT_EQ(peer.host, "");
+  EXPECT_EQ(peer.origin, absl::StrCat("uid:", getuid()));
   EXPECT_EQ(peer.uid, getuid());
   for (const int fd : fds) close(fd);
 }

@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
-#include <openssl/ssl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -22,8 +21,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/door/openssl.h"
 #include "tests/certificates.h"
+#include "tests/http2/client_hello.h"
 #include "tests/http2/echo.h"
 #include "tests/http2/raw_client.h"
 
@@ -41,8 +40,7 @@ class Early final : public Echo {
  public:
   using Echo::Echo;
   void OnBody(absl::Span<const std::byte> bytes) override {
-    EXPECT_TRUE(stream()->HoldEarly(static_cast<int64_t>(bytes.size())));
-    Echo::OnBody(bytes);
+    if (stream()->HoldEarly(static_cast<int64_t>(bytes.size()))) Echo::OnBody(bytes);
   }
 };
 
@@ -51,7 +49,7 @@ class ServerTest : public ::testing::Test, public ServerEvents {
   void Start(ServerOptions options) {
     path_ = absl::StrCat(::testing::TempDir(), "/logitd_http2_", getpid());
     server_ = std::make_unique<Server>(options, this);
-    ASSERT_TRUE(server_->Listen({"unix:" + path_}, std::nullopt).ok());
+    ASSERT_TRUE(server_->Listen({"unix:" + path_, "127.0.0.1:0"}, std::nullopt).ok());
     server_->Start();
   }
   void TearDown() override {  // the loops call this object's methods until then
@@ -73,6 +71,21 @@ class ServerTest : public ::testing::Test, public ServerEvents {
     path_.copy(address.sun_path, sizeof(address.sun_path) - 1);
     EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     auto client = std::make_unique<RawClient>(fd);
+    client->Begin();
+    return client;
+  }
+  int TcpSocket() {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const std::string& listening = server_->listening().back();
+    sockaddr_in to = {.sin_family = AF_INET,
+                      .sin_port = htons(std::stoi(listening.substr(listening.rfind(':') + 1)))};
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
+    return fd;
+  }
+  // From another origin.
+  std::unique_ptr<RawClient> ConnectTcp() {
+    auto client = std::make_unique<RawClient>(TcpSocket());
     client->Begin();
     return client;
   }
@@ -145,13 +158,19 @@ TEST_F(ServerTest, RefusesMoreConnectionsThanItsLimit) {
   EXPECT_EQ(Call(*Connect(), 1), "hello");
 }
 
-int ConnectTcp(const std::string& address) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in to = {.sin_family = AF_INET,
-                    .sin_port = htons(std::stoi(address.substr(address.rfind(':') + 1)))};
-  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
-  return fd;
+TEST_F(ServerTest, AnOriginLeavesPlacesForOthers) {
+  Start({.max_connections = 8});
+  std::vector<std::unique_ptr<RawClient>> all;
+  for (int i = 0; i < 5; ++i) {
+    all.push_back(Connect());
+    EXPECT_EQ(Call(*all.back(), 1), "hello");
+  }
+  EXPECT_TRUE(Ends(*Connect()));
+  EXPECT_EQ(refused_, 1);
+  for (int i = 0; i < 2; ++i) {
+    all.push_back(ConnectTcp());
+    EXPECT_EQ(Call(*all.back(), 1), "hello") << "another origin";
+  }
 }
 
 TEST_F(ServerTest, SilentPeersDoNotEndAHandshakeThatHasBegun) {
@@ -159,27 +178,21 @@ TEST_F(ServerTest, SilentPeersDoNotEndAHandshakeThatHasBegun) {
   const logitd::testing::Issued own = authority.IssueServer();
   const auto tls = std::make_shared<door::TlsSource>();
   ASSERT_TRUE(tls->Set({.certificate = own.certificate, .key = own.key}).ok());
-  server_ = std::make_unique<Server>(ServerOptions{.max_handshakes = 2, .tls = tls}, this);
-  ASSERT_TRUE(server_->Listen({"127.0.0.1:0"}, std::nullopt).ok());
-  server_->Start();
+  Start({.max_handshakes = 2, .tls = tls});
 
-  const int begun = ConnectTcp(server_->listening()[0]);
-  const door::OwnedContext context(SSL_CTX_new(TLS_client_method()));
-  SSL_CTX_set_alpn_protos(context.get(), reinterpret_cast<const unsigned char*>("\2h2"), 3);
-  const door::OwnedSsl client(SSL_new(context.get()));
-  SSL_set_fd(client.get(), begun);
-  fcntl(begun, F_SETFL, O_NONBLOCK);
-  ASSERT_EQ(SSL_connect(client.get()), -1);  // the hello is sent
+  const int begun = TcpSocket();
+  const std::string hello = testing::ClientHello();
+  ASSERT_EQ(send(begun, hello.data(), hello.size(), 0), static_cast<ssize_t>(hello.size()));
   pollfd answer = {begun, POLLIN, 0};
   ASSERT_EQ(poll(&answer, 1, 20'000), 1);
 
-  const int first = ConnectTcp(server_->listening()[0]);
-  const int second = ConnectTcp(server_->listening()[0]);
-  char byte;
-  EXPECT_EQ(recv(first, &byte, 1, 0), 0) << "the silent one gave its place";
+  const int first = TcpSocket();
+  const int second = TcpSocket();
+  char bytes[8192];
+  EXPECT_EQ(recv(first, bytes, 1, 0), 0) << "the silent one gave its place";
   EXPECT_EQ(handshakes_[static_cast<size_t>(HandshakeEnd::kEvicted)], 1);
-  EXPECT_TRUE(Becomes([&] { return SSL_connect(client.get()) == 1; }));
-  EXPECT_TRUE(Becomes([&] { return handshakes_[static_cast<size_t>(HandshakeEnd::kOk)] == 1; }));
+  while (recv(begun, bytes, sizeof(bytes), MSG_DONTWAIT) > 0) continue;
+  EXPECT_EQ(errno, EAGAIN) << "the other one is open";
   for (const int fd : {begun, first, second}) close(fd);
   EXPECT_TRUE(Becomes([&] { return open_ == 0; }));
 }
@@ -200,18 +213,38 @@ TEST_F(ServerTest, WhileTooMuchIsHeldTheStillestConnectionIsCut) {
   auto honest = Connect();
   EXPECT_EQ(Call(*honest, 1), "hello");
   auto holder = Connect();
-  // Less than the rest of the limit, and more than an eighth below it.
-  int32_t stream = 1;
-  for (int i = 0; i < 14; ++i, stream += 2) {
-    ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
-    ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(60'000, 'x'))));
-    EXPECT_TRUE(Becomes([&] { return server_->traffic().received > (i + 1) * 60'000; }));
+  int64_t sent = 0;
+  for (int32_t stream = 1; cut_ != Cut::kMemory && stream < 100; stream += 2) {
+    if (!holder->Send(holder->Headers(stream, Request("/")))) break;
+    if (!holder->Send(RawClient::Data(stream, std::string(60'000, 'x')))) break;
+    sent += 60'000;
+    EXPECT_TRUE(
+        Becomes([&] { return server_->traffic().received > sent || cut_ == Cut::kMemory; }));
   }
-  ASSERT_TRUE(holder->Send(holder->Headers(stream, Request("/"))));
-  ASSERT_TRUE(holder->Send(RawClient::Data(stream, std::string(60'000, 'x'))));
   EXPECT_TRUE(Ends(*holder));
   EXPECT_EQ(cut_, Cut::kMemory);
   EXPECT_EQ(Call(*honest, 3), "hello");
+}
+
+TEST_F(ServerTest, TheOriginThatHoldsMostLosesFirst) {
+  Start({.loops = 2, .max_held_bytes = int64_t{2} << 20});
+  int64_t sent = 0;
+  const auto hold = [&](RawClient& client, int32_t stream) {
+    EXPECT_TRUE(client.Send(client.Headers(stream, Request("/"))));
+    EXPECT_TRUE(client.Send(RawClient::Data(stream, std::string(50'000, 'x'))));
+    sent += 50'000;
+    EXPECT_TRUE(Becomes([&] { return server_->traffic().received > sent; }));
+  };
+  auto honest = Connect();
+  for (int32_t stream = 1; stream < 11; stream += 2) hold(*honest, stream);
+  std::vector<std::unique_ptr<RawClient>> many;
+  while (cut_ != Cut::kMemory && many.size() < 40) {
+    many.push_back(ConnectTcp());
+    hold(*many.back(), 1);  // less than the honest one
+  }
+  EXPECT_TRUE(Becomes([&] { return cut_ == Cut::kMemory; }));
+  int32_t stream = 9;
+  EXPECT_TRUE(Becomes([&] { return Call(*honest, stream += 2) == "hello"; }));
 }
 
 TEST_F(ServerTest, ADrainClosesConnectionsWithoutCalls) {

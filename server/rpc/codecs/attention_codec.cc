@@ -402,7 +402,7 @@ EncodedMessage AttentionCodec::Encode(const engine::JobAnswer& answer, const Cal
       });
   if (shared) return head;
   if (answer.keep != nullptr) {
-    head.Append({large, answer.keep});
+    head.Append({.span = large, .keep = answer.keep, .payer = http2::Payer::kKeep});
   } else {  // the slab takes the next batch
     head.Append(EncodedMessage::Copy({reinterpret_cast<const char*>(large.data()), large.size()}));
   }

@@ -8,13 +8,21 @@
 
 namespace logitd::rpc {
 
-CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops)
-    : peer_timeout_(peer_timeout), retry_delay_(retry_delay), lanes_(static_cast<size_t>(loops)) {}
+CallTracker::CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops,
+                         engine::Metrics* metrics)
+    : peer_timeout_(peer_timeout),
+      retry_delay_(retry_delay),
+      metrics_(metrics),
+      lanes_(static_cast<size_t>(loops)) {}
 
 int CallTracker::alive() const {
   int alive = of_rings_.load(std::memory_order_relaxed);
   for (const Lane& lane : lanes_) alive += lane.alive.load(std::memory_order_relaxed);
   return alive;
+}
+
+void CallTracker::CountRefused(engine::Refusal reason) const {
+  if (metrics_ != nullptr) metrics_->CountRefused(reason, engine::Proof::kNone);
 }
 
 void CallTracker::Enter(ServerCall* call) {

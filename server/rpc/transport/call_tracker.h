@@ -10,6 +10,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/engine/metrics.h"
 
 namespace logitd::rpc {
 
@@ -20,7 +21,9 @@ class CallTracker {
  public:
   // `peer_timeout`: for a message, from when it is asked for. `retry_delay`: what a caller that gets
   // RESOURCE_EXHAUSTED is told to wait, where the status itself does not say.
-  CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops);
+  // `metrics`: null: none; otherwise it outlives this.
+  CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops,
+              engine::Metrics* metrics = nullptr);
 
   // Any thread. A call of a ring is alive from Add to Remove; others that count, from Enter to Leave.
   int alive() const;
@@ -41,10 +44,13 @@ class CallTracker {
   absl::Status LateStatus() const;
   // The time to wait that a caller is told with `status`, a RESOURCE_EXHAUSTED.
   absl::Duration RetryDelay(const absl::Status& status) const;
+  // A call was refused before its caller was known.
+  void CountRefused(engine::Refusal reason) const;
 
  private:
   const absl::Duration peer_timeout_;
   const absl::Duration retry_delay_;
+  engine::Metrics* const metrics_;
   std::atomic<int> of_rings_ = 0;
   std::atomic<bool> draining_ = false;
   std::atomic<int64_t> drain_ns_ = 0;

@@ -31,21 +31,14 @@ void PlainCall::OnMessageSize(size_t bytes) {
     return End(absl::InvalidArgumentError(
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, kMaxMessage)));
   }
-  if (!HoldOther(static_cast<int64_t>(bytes))) {
-    return End(absl::ResourceExhaustedError(
-        "the connection holds as many bytes of calls that wait as it may; retry later"));
-  }
   Grant(bytes);
-  const auto memory = std::make_shared<std::string>(bytes, '\0');
-  Receive({.bytes = {reinterpret_cast<std::byte*>(memory->data()), bytes}, .keep = memory});
+  ReceiveWhole();
 }
 
 void PlainCall::OnMessage(MessageMemory message) {
-  StopReceiveTimer();
   have_message_ = true;
   OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
   if (finished() || over()) return;
-  HoldOther(kept_bytes());
   if (!method_.client_streams) return;
   Pause(unwritten_ > 0);  // a peer that does not read its answers gets no more of them
   Grant(0);

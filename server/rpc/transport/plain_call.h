@@ -19,7 +19,7 @@ namespace logitd::rpc {
 
 struct CallReport;
 
-// What a method of these services is.
+// The description of a method of these services.
 struct PlainMethod {
   std::string_view path;                          // "/logitd.v1.Heads/List"; outlives the calls
   bool open = false;                              // anybody may call it
@@ -43,8 +43,6 @@ class PlainCall : public ServerCall {
   virtual void OnRequest(std::string_view message) = 0;
   // The peer sends no more. By default a call without a message ends with an error.
   virtual void OnRequestsEnd();
-  // Bytes that the call keeps of its last message.
-  virtual int64_t kept_bytes() const { return 0; }
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
   // INVALID_ARGUMENT: it is malformed.
@@ -53,6 +51,7 @@ class PlainCall : public ServerCall {
   void Answer(const absl::Status& status, const google::protobuf::MessageLite& answer);
   void Send(const google::protobuf::MessageLite& answer);
   void End(const absl::Status& status) override;
+  void OnOver() override;
 
   const CallEnvironment& environment() const { return environment_; }
   const PlainMethod& method() const { return method_; }
@@ -64,7 +63,6 @@ class PlainCall : public ServerCall {
   void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
   void OnWritten() override;
-  void OnOver() override;
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;

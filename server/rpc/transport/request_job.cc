@@ -292,10 +292,17 @@ EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t recei
   }
   engine::JobAnswer sent{.outputs = answer.outputs};
   const bool in_message = codec_->shared_answer(answer).arena == nullptr;
+  std::shared_ptr<KeptAnswer> kept;
   if (answer.keep != nullptr && in_message && codec_->answer_bytes() >= kMinKeptBytes) {
-    sent.keep = std::make_shared<KeptAnswer>(answer.keep, std::move(ticket_));
+    kept = std::make_shared<KeptAnswer>(answer.keep, std::move(ticket_));
+    sent.keep = kept;
   }
-  return codec_->Encode(sent, {.receive_ns = receive_ns, .total_ns = age_ns(), .job = times});
+  EncodedMessage message =
+      codec_->Encode(sent, {.receive_ns = receive_ns, .total_ns = age_ns(), .job = times});
+  sent.keep = nullptr;
+  if (kept != nullptr && kept.use_count() == 1)
+    ticket_ = std::move(kept->ticket);  // a copy is sent
+  return message;
 }
 
 void RequestJob::WriteShared(const engine::JobAnswer& answer,

@@ -80,7 +80,7 @@ std::string PercentEncode(std::string_view text) {
 
 using Fields = absl::InlinedVector<http2::Field, 8>;
 
-// The trailers of a status. The strings they refer to are in `text`.
+// The trailers of a status. The fields refer to its own strings.
 struct Trailers {
   std::string code;
   std::string message;
@@ -126,6 +126,7 @@ bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
     case http2::Refusal::kNone:
       break;
     case http2::Refusal::kHeaderList:
+      tracker.CountRefused(engine::Refusal::kHeaderList);
       EndStream(stream,
                 absl::ResourceExhaustedError(absl::StrFormat("metadata: got %d bytes, allowed %d",
                                                              stream->header_list_bytes(),
@@ -133,6 +134,7 @@ bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
                 tracker, nullptr);
       return true;
     case http2::Refusal::kMemory:
+      tracker.CountRefused(engine::Refusal::kConnectionBytes);
       EndStream(
           stream,
           absl::ResourceExhaustedError("connections hold as much memory as they may; retry later"),
@@ -231,7 +233,13 @@ void ServerCall::Receive(MessageMemory memory) {
   memory_ = std::move(memory);
   have_ = 0;
   state_ = State::kReceiving;
+  if (!receiving_) StartReceiveTimer();
   GoOn();
+}
+
+void ServerCall::ReceiveWhole() {
+  state_ = State::kWhole;
+  if (!receiving_) StartReceiveTimer();
 }
 
 absl::Span<std::byte> ServerCall::Room(size_t) {
@@ -263,6 +271,10 @@ void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
       TakeMessage(&bytes);
       if (have_ < memory_.bytes.size()) break;
       EndMessage();
+    } else if (state_ == State::kWhole && seen_.empty() && bytes.size() >= message_bytes_) {
+      memory_.bytes = {const_cast<std::byte*>(bytes.data()), message_bytes_};
+      bytes.remove_prefix(message_bytes_);
+      EndMessage();
     } else if (state_ == State::kPrefix && !paused_ && !bytes.empty()) {
       TakePrefix(&bytes);
       if (prefix_bytes_ < kPrefixBytes || finished_) continue;
@@ -276,20 +288,33 @@ void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
   }
   taking_ = false;
   if (finished_ || over()) return;
-  if (!bytes.empty()) {
-    if (!stream_->HoldEarly(static_cast<int64_t>(bytes.size()))) {
-      return End(absl::ResourceExhaustedError(
-          "the connection holds as many bytes of calls that wait as it may; retry later"));
-    }
-    seen_.insert(seen_.end(), bytes.begin(), bytes.end());
-  }
+  if (!bytes.empty() && !Keep(bytes)) return;
+  if (state_ == State::kWhole && seen_.size() >= message_bytes_) return GoOn();
   if (half_closed_ && seen_.empty() && !told_half_close_ && state_ == State::kPrefix && !paused_) {
     told_half_close_ = true;
     if (prefix_bytes_ > 0) return End(TruncatedError());
     OnHalfClose();
-  } else if (half_closed_ && state_ == State::kReceiving && seen_.empty()) {
+  } else if (half_closed_ &&
+             (state_ == State::kWhole || (state_ == State::kReceiving && seen_.empty()))) {
     End(TruncatedError());
   }
+}
+
+// Appends to `seen_`, whose memory is counted. False: the call has ended.
+bool ServerCall::Keep(absl::Span<const std::byte> bytes) {
+  const size_t needed = seen_.size() + bytes.size();
+  if (needed > seen_.capacity()) {
+    const size_t capacity = std::max(needed, 2 * seen_.capacity());
+    if (!stream_->HoldEarly(static_cast<int64_t>(capacity - seen_.capacity()))) {
+      tracker_->CountRefused(engine::Refusal::kEarlyBytes);
+      End(absl::ResourceExhaustedError(
+          "the connection holds as many bytes of calls that wait as it may; retry later"));
+      return false;
+    }
+    seen_.reserve(capacity);
+  }
+  seen_.insert(seen_.end(), bytes.begin(), bytes.end());
+  return true;
 }
 
 void ServerCall::TakePrefix(absl::Span<const std::byte>* bytes) {
@@ -315,6 +340,7 @@ void ServerCall::TakeMessage(absl::Span<const std::byte>* bytes) {
 
 void ServerCall::EndMessage() {
   state_ = State::kPrefix;
+  StopReceiveTimer();
   body_bytes_ += static_cast<int64_t>(kPrefixBytes + memory_.bytes.size());
   received_bytes_ += static_cast<int64_t>(memory_.bytes.size());
   stream_->CountMessage();
@@ -341,6 +367,7 @@ void ServerCall::Write(EncodedMessage message) {
   auto parts = message.Release();
   for (size_t i = 0; i < parts.size(); ++i) {
     parts[i].ends_message = i + 1 == parts.size();
+    if (pays_) parts[i].payer = std::max(parts[i].payer, http2::Payer::kOwner);
     stream_->Send(std::move(parts[i]));
   }
 }

@@ -47,7 +47,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
 
   // The server drains. A message that is being received has at most `receive_timeout` from here on.
   virtual void OnDrain(absl::Duration receive_timeout);
-  // A drain waits for it to end.
+  // True: a drain waits for this call's end.
   virtual bool counts() const { return true; }
 
   // The identities have changed: a long call ends if its caller may not call any longer.
@@ -83,21 +83,25 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   virtual void OnOver() {}     // once, at the end
 
   // ---- what it may use
-  // Memory for the message that OnMessageSize told, `bytes` of it.
+  // Memory for the message that OnMessageSize told, `bytes` of it. The time of StartReceiveTimer counts
+  // from here on until the message is there, if it does not count yet.
   void Receive(MessageMemory memory);
+  // Instead of Receive, for small messages: what has come is kept and counted as early bytes, and
+  // OnMessage gets the whole message in memory that lives until it returns.
+  void ReceiveWhole();
   // Bytes of that message that have come already.
   absl::Span<const std::byte> Seen() const {
     return taking_ ? at_hand_ : absl::Span<const std::byte>(seen_.data(), seen_.size());
   }
   // The peer may send a message of so many bytes, beside what it may send unasked.
   void Grant(size_t bytes);
-  // As Stream::HoldOther.
-  bool HoldOther(int64_t bytes) { return over() || stream_->HoldOther(bytes); }
-  // The message must be there in so long from here on; else LateStatus ends the call.
+  // From here on the message has message_timeout(); then LateStatus ends the call.
   void StartReceiveTimer();
   void StopReceiveTimer();
   // While true, the next message stays with the peer.
   void Pause(bool pause);
+  // A ticket pays for the answers until OnOver.
+  void PayForAnswers() { pays_ = true; }
 
   void Write(EncodedMessage message);
   // Ends the call: the first one counts. `message`: the last one to write.
@@ -127,7 +131,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void TakePrefix(absl::Span<const std::byte>* bytes);
   void TakeMessage(absl::Span<const std::byte>* bytes);
   void EndMessage();
-  void GoOn();  // with what has come meanwhile
+  void GoOn();  // absorbs what has come meanwhile
+  bool Keep(absl::Span<const std::byte> bytes);
   void SendHead();
 
   http2::Stream* stream_;  // null: over
@@ -139,7 +144,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   Trace trace_;
 
   // The message that is being received.
-  enum class State { kPrefix, kWaiting, kReceiving };
+  enum class State { kPrefix, kWaiting, kReceiving, kWhole };
   State state_ = State::kPrefix;
   std::array<std::byte, kPrefixBytes> prefix_;
   size_t prefix_bytes_ = 0;
@@ -157,6 +162,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   int64_t body_bytes_ = 0;  // of whole messages with their prefixes
   int64_t received_bytes_ = 0;
   int64_t sent_bytes_ = 0;
+  bool pays_ = false;
   bool head_sent_ = false;
   bool finished_ = false;
   http2::Timer deadline_timer_;
@@ -166,7 +172,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   ServerCall* next_ = nullptr;
 };
 
-// For a call that ends without a whole message.
+// The status of a call that ends without a whole message.
 absl::Status TruncatedError();
 
 // Ends a stream that is no gRPC call, or that must be refused. False: it is one.

@@ -88,7 +88,9 @@ StreamCall::StreamCall(http2::Stream* stream, std::string_view method,
       environment_(environment),
       access_(access),
       make_codec_(std::move(make_codec)),
-      admission_wait_(environment.admission) {}
+      admission_wait_(environment.admission) {
+  PayForAnswers();
+}
 
 void StreamCall::Begin() {
   environment_.metrics->Add(engine::Gauge::kOpenCalls, 1);
@@ -100,36 +102,44 @@ void StreamCall::Begin() {
   }
   status = headers_.Authorize(*this, environment_.identities, access_, environment_.metrics);
   if (!status.ok()) return End(status);
-  if (tracker().draining()) return End(engine::DrainingError());
-  StartReceiveTimer();
-  if (headers_.stated_bytes.has_value()) {
-    EnterAdmission(static_cast<size_t>(*headers_.stated_bytes));
+  if (tracker().draining()) {
+    environment_.metrics->CountRefused(engine::Refusal::kDraining, headers_.caller.proof);
+    return End(engine::DrainingError());
   }
+  if (headers_.stated_bytes.has_value()) {
+    return EnterAdmission(static_cast<size_t>(*headers_.stated_bytes));
+  }
+  StartReceiveTimer();
 }
 
 // ---- receiving
 
+engine::RoomAsk StreamCall::AskFor(int64_t bytes) {
+  const std::weak_ptr<ServerCall> weak = weak_from_this();
+  return {.caller = headers_.caller,
+          .deadline = headers_.deadline,
+          .bytes = bytes,
+          .received_bytes = ReceivedBytesOf(connection()),
+          .too_slow = [weak](const absl::Status& why) {
+            const auto call = std::static_pointer_cast<StreamCall>(weak.lock());
+            if (call == nullptr) return;
+            // A peer that does not read its status keeps what it has sent. Then the stream is reset.
+            call->OnLoop([call = call.get(), why] {
+              call->finished() ? call->Reset() : call->EndInput(why);
+            });
+          }};
+}
+
 void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
   entering_ = true;
-  const bool first = largest_ == 0;
-  if (first) {
-    asked_ns_ = age_ns();
-    StopReceiveTimer();  // the peer may not send what has no room
-  }
-  engine::RoomAsk ask = {.caller = headers_.caller, .deadline = headers_.deadline};
-  ask.between_messages = !message_bytes.has_value();
-  ask.bytes = message_bytes.has_value() ? CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes))
-                                        : largest_;
-  if (first) {
-    const std::weak_ptr<ServerCall> weak = weak_from_this();
-    ask.received_bytes = ReceivedBytesOf(connection());
-    ask.too_slow = [weak](const absl::Status& why) {
-      const auto call = std::static_pointer_cast<StreamCall>(weak.lock());
-      if (call == nullptr) return;
-      // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-      call->OnLoop(
-          [call = call.get(), why] { call->finished() ? call->Reset() : call->EndInput(why); });
-    };
+  StopReceiveTimer();  // the peer may not send while the message waits
+  if (largest_ == 0) asked_ns_ = age_ns();
+  engine::RoomAsk ask = {.caller = headers_.caller,
+                         .deadline = headers_.deadline,
+                         .bytes = largest_,
+                         .between_messages = true};
+  if (message_bytes.has_value()) {
+    ask = AskFor(CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes)));
   }
   admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
                                          this](absl::StatusOr<engine::Admission::Ticket> ticket) {
@@ -169,13 +179,19 @@ void StreamCall::OnMessageSize(size_t bytes) {
 
 void StreamCall::ReceiveIfAdmitted() {
   if (!ticket_.has_value() || !message_size_.has_value() || input_over_ || finished()) return;
-  const size_t bytes = *std::exchange(message_size_, std::nullopt);
+  const size_t bytes = *message_size_;
+  const auto least = static_cast<int64_t>(std::max<size_t>(bytes, 1));  // 0 stands for any size
+  const bool whole = Seen().size() >= bytes;
+  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = least, .received = true} : AskFor(least))) {
+    ticket_.reset();
+    return EnterAdmission(bytes);
+  }
+  message_size_.reset();
   Grant(bytes);
   Receive(RequestJob::TakeMemory(bytes, Seen(), environment_.places));
 }
 
 void StreamCall::OnMessage(MessageMemory message) {
-  StopReceiveTimer();
   engine::Admission::Ticket ticket = *std::exchange(ticket_, std::nullopt);
   if (input_over_) return;
   auto item = std::make_shared<Item>(std::static_pointer_cast<StreamCall>(shared_from_this()));

@@ -60,6 +60,7 @@ class StreamCall final : public ServerCall {
 
   // Starts what can start now: answers, the end, the next message.
   void Advance();
+  engine::RoomAsk AskFor(int64_t bytes);  // of a message that comes
   // Asks for room for the next message: of a known size, or as much as the largest one needed.
   void EnterAdmission(std::optional<size_t> message_bytes);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);

@@ -15,13 +15,15 @@ UnaryCall::UnaryCall(http2::Stream* stream, std::string_view method,
       method_(method),
       access_(access),
       admission_wait_(environment.admission),
-      done_task_(this) {}
+      done_task_(this) {
+  PayForAnswers();
+}
 
 void UnaryCall::Begin() {
   environment().metrics->Add(engine::Gauge::kOpenCalls, 1);
   if (absl::Status status = CheckHeaders(); !status.ok()) return End(status);
+  if (headers_.stated_bytes.has_value()) return EnterAdmission(*headers_.stated_bytes);
   StartReceiveTimer();
-  if (headers_.stated_bytes.has_value()) EnterAdmission(*headers_.stated_bytes);
 }
 
 absl::Status UnaryCall::CheckHeaders() {
@@ -32,7 +34,10 @@ absl::Status UnaryCall::CheckHeaders() {
   }
   status = headers_.Authorize(*this, environment().identities, access_, environment().metrics);
   if (!status.ok()) return status;
-  if (environment().admission->draining()) return engine::DrainingError();
+  if (environment().admission->draining()) {
+    environment().metrics->CountRefused(engine::Refusal::kDraining, headers_.caller.proof);
+    return engine::DrainingError();
+  }
   return environment().load->Begin({.caller = headers_.caller,
                                     .op = &op(),
                                     .bytes = headers_.stated_bytes,
@@ -41,7 +46,7 @@ absl::Status UnaryCall::CheckHeaders() {
 }
 
 void UnaryCall::EnterAdmission(int64_t bytes) {
-  StopReceiveTimer();  // the peer may not send what has no room
+  StopReceiveTimer();  // the peer may not send while the call waits
   asked_ns_ = ServerCall::age_ns();
   engine::RoomAsk ask = {.caller = headers_.caller,
                          .deadline = headers_.deadline,
@@ -96,7 +101,6 @@ void UnaryCall::ReceiveIfAdmitted() {
 }
 
 void UnaryCall::OnMessage(MessageMemory message) {
-  StopReceiveTimer();
   have_message_ = true;
   receive_ns_ = ServerCall::age_ns();
   environment().metrics->CountPhase(engine::CallPhase::kReceive,

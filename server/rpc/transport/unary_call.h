@@ -34,7 +34,7 @@ class UnaryCall final : public ServerCall, public RequestJob {
             const engine::JobTimes& times) override;
 
  private:
-  // What Done gives to the loop.
+  // Carries Done's result to the loop.
   class DoneTask final : public http2::Task {
    public:
     explicit DoneTask(UnaryCall* call) : call_(call) {}
