@@ -12,8 +12,8 @@
 namespace logitd::http2 {
 namespace {
 
-// Reads of one connection in a turn, so that it does not keep others waiting.
-constexpr int kReadsPerTurn = 4;
+// Most that one connection reads in a turn, so that it does not keep others waiting: about 50 us.
+constexpr size_t kReadPerTurn = size_t{512} << 10;
 // A read goes to the stream's own memory if so much of the frame is left.
 constexpr size_t kLeastDirect = size_t{16} << 10;
 // Such a read may take this much beyond the frame: the next frame's head and a little of it.
@@ -196,8 +196,9 @@ absl::Span<std::byte> Connection::DirectRoom() {
 
 void Connection::ReadSome() {
   const std::shared_ptr<Connection> self = shared_from_this();
-  for (int i = 0; i < kReadsPerTurn && fd_ >= 0; ++i) {
-    const absl::Span<std::byte> room = DirectRoom();
+  for (size_t left = kReadPerTurn; fd_ >= 0;) {
+    absl::Span<std::byte> room = DirectRoom();
+    room = room.first(std::min(room.size(), left));
     absl::Span<std::byte> rest = loop_->read_scratch();
     if (!room.empty()) rest = rest.first(kAfterDirect);
     iovec parts[2] = {{room.data(), room.size()}, {rest.data(), rest.size()}};
@@ -221,8 +222,11 @@ void Connection::ReadSome() {
     if (direct > 0 && !Feed(room.first(direct))) return;
     if (bytes > direct && !Feed(rest.first(bytes - direct))) return;
     if (drained) break;
-    if (i + 1 == kReadsPerTurn && tls_ != nullptr) {
-      loop_->Post([self] { self->ReadSome(); });  // what TLS has read ahead wakes no epoll
+    left -= std::min(left, bytes);
+    if (left < kLeastDirect) {
+      // What TLS has read ahead wakes no epoll.
+      if (tls_ != nullptr) loop_->Post([self] { self->ReadSome(); });
+      break;
     }
   }
   CountTls();

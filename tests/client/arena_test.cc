@@ -111,20 +111,17 @@ class ArenaClientTest : public ::logitd::testing::RunningLogitd {
 
   std::string arena_address() const { return "unix:" + dir_.path("arena"); }
 
+  // Waits until the server has freed what was there before.
   std::unique_ptr<Arena> Lease(int64_t bytes = kArenaBytes) const {
     auto arena = Arena::Lease(arena_address(), bytes);
-    EXPECT_TRUE(arena.ok()) << arena.status();
-    return *std::move(arena);
-  }
-
-  // Leases until the server has freed what was there before.
-  bool AllIsFree() const {
-    for (int i = 0; i < 1000; ++i) {
-      if (Arena::Lease(arena_address(), 4 << 20).ok()) return true;
+    for (int i = 0; absl::IsResourceExhausted(arena.status()) && i < 1000; ++i) {
       absl::SleepFor(absl::Milliseconds(10));
+      arena = Arena::Lease(arena_address(), bytes);
     }
-    return false;
+    EXPECT_TRUE(arena.ok()) << arena.status();
+    return arena.ok() ? *std::move(arena) : nullptr;
   }
+  bool AllIsFree() const { return Lease(4 << 20) != nullptr; }
 
   static client::TopKRequest TopKOf(absl::string_view logits) {
     return {.rows = kRows, .vocab = kVocab, .logits = {logits}, .params = TopKParams({5})};

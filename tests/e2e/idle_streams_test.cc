@@ -194,8 +194,9 @@ TEST(ResidentMemoryTest, AnIdleScoreStreamKeepsNothingOfItsMessages) {
   };
   open(20);  // what malloc keeps of all messages is there now
   const int64_t before = server.RssBytes();
-  open(200);
-  EXPECT_LT(server.RssBytes() - before, int64_t{200} * (32 << 10));
+  constexpr int64_t kStreams = 600;  // many, because malloc grows in steps of megabytes
+  open(kStreams);
+  EXPECT_LT(server.RssBytes() - before, kStreams * (32 << 10));
 }
 
 TEST(ProbeListenTest, AnswersWhereTheServerTakesNoMoreConnections) {
@@ -219,7 +220,7 @@ TEST(ProbeListenTest, AnswersWhereConnectionsHoldTooMuchAndNothingElse) {
   }
   const grpc::Status refused = SmallTopK(Connect(path));
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("unknown service or method"));
+  EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("only grpc.health.v1.Health is served here"));
 }
 
 }  // namespace
