@@ -220,7 +220,8 @@ TEST(ProbeListenTest, AnswersWhereConnectionsHoldTooMuchAndNothingElse) {
   }
   const grpc::Status refused = SmallTopK(Connect(path));
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("only grpc.health.v1.Health is served here"));
+  EXPECT_THAT(refused.error_message(),
+              ::testing::HasSubstr("only grpc.health.v1.Health is served here"));
 }
 
 }  // namespace
