@@ -194,9 +194,9 @@ TEST(ResidentMemoryTest, AnIdleScoreStreamKeepsNothingOfItsMessages) {
   };
   open(20);  // what malloc keeps of all messages is there now
   const int64_t before = server.RssBytes();
-  constexpr int64_t kStreams = 600;  // many, because malloc grows in steps of megabytes
+  constexpr int64_t kStreams = 300;  // many, because malloc grows in steps of megabytes
   open(kStreams);
-  EXPECT_LT(server.RssBytes() - before, kStreams * (32 << 10));
+  EXPECT_LT(server.RssBytes() - before, kStreams * (64 << 10));
 }
 
 TEST(ProbeListenTest, AnswersWhereTheServerTakesNoMoreConnections) {
