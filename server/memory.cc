@@ -21,7 +21,14 @@ constexpr int64_t kSlabRowBytes = 168;
 // The program, its threads and the buffers of its loops, what malloc keeps.
 constexpr int64_t kProcess = 200 * kMiB;
 
+// Pinned memory for large messages, which stays.
+constexpr int64_t kPinnedPlaces = 512 * kMiB;
+
 }  // namespace
+
+int64_t PlacesBytes(const Config& config, bool cpu) {
+  return cpu ? config.max_held_bytes : std::min(config.max_held_bytes, kPinnedPlaces);
+}
 
 int64_t MachineMemory() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE); }
 
@@ -62,6 +69,8 @@ HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t m
   if (cpu) {
     most.heads = max_head_bytes * devices;
     most.head_scratch = streams * kHeadScratch;
+  } else {
+    most.slabs += PlacesBytes(config, cpu);
   }
   if (!config.arena_listen.empty()) most.leases = config.max_arena_bytes;
   return most;

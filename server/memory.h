@@ -19,7 +19,7 @@ int64_t UsableMemory(int64_t machine_bytes, const std::string& proc = "/proc/sel
 
 // The most host memory of a server, in bytes, by what it is for: the sum of docs/operations.md, "Memory".
 struct HostMemory {
-  int64_t slabs = 0;
+  int64_t slabs = 0;     // and for GPUs PlacesBytes
   int64_t messages = 0;  // charged to calls: messages, their lists, answers
   int64_t connections =
       0;              // http2::Account of all: sessions, header lists, early bytes, unsent answers
@@ -34,6 +34,9 @@ struct HostMemory {
   // "host memory: at most ... MiB of ..., which the process may use: ...", with each part in MiB.
   std::string Text(int64_t usable_bytes) const;
 };
+
+// The range of engine::Places. On the CPU its memory is what `messages` counts; for GPUs it is pinned.
+int64_t PlacesBytes(const Config& config, bool cpu);
 
 // `cpu`: the devices are the CPU backend's. `max_head_bytes`: of each device.
 HostMemory MostHostMemory(const Config& config, bool cpu, int devices, int64_t max_head_bytes);

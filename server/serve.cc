@@ -194,7 +194,8 @@ absl::Status StartEngine(const Config& config, MakeBackends make_backends, Parts
       });
   LOGITD_RETURN_IF_ERROR(engine.status());
   parts.engine = *std::move(engine);
-  parts.places = std::make_unique<engine::Places>(*parts.devices, config.max_held_bytes);
+  parts.places = std::make_unique<engine::Places>(
+      *parts.devices, PlacesBytes(config, parts.devices->info(0).backend == "cpu"));
   spdlog::info(
       "limits: request {} B, held {} B, waiting calls {}, batch {} rows and {} B, devices {} with "
       "{} streams each, connections {}",
@@ -325,7 +326,7 @@ void LogHostMemory(const Config& config, const engine::Devices& devices) {
 }
 
 absl::Status StartServer(const Config& config, Parts& parts) {
-  const int64_t base_bytes = ResidentBytes();
+  const int64_t base_bytes = ResidentBytes() - parts.places->pinned();
   absl::StatusOr<std::unique_ptr<rpc::RpcServer>> server =
       rpc::RpcServer::Start(ServerOptions(config, parts), parts.admission.get(), parts.engine.get(),
                             parts.heads.get(), parts.metrics.get());

@@ -30,7 +30,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
   const HostMemory most = MostHostMemory(config, cpu, devices.count(), /*max_head_bytes=*/0);
   const int64_t heads_at_start = metrics.Get(engine::Gauge::kHeadBytes);
   const auto device_growth = [=, &metrics]() -> int64_t {
-    if (!cpu) return 0;
+    if (!cpu) return places->pinned();
     const int64_t heads = metrics.Get(engine::Gauge::kHeadBytes);
     const int64_t scratch = heads > 0 ? most.head_scratch : 0;
     return most.slabs + heads - heads_at_start + scratch;
@@ -40,10 +40,7 @@ std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Dev
   return std::make_unique<MemoryWatch>(MemoryWatchOptions{
       .base = base,
       .allowed_growth = [=] { return limit() - base; },
-      .held =
-          [=, &admission] {
-            return device_growth() + std::max(admission.held_bytes(), places->pinned());
-          },
+      .held = [=, &admission] { return device_growth() + admission.held_bytes(); },
       .shed = [server](bool shed) { server->RefuseConnections(shed); },
       .saw = [=](int64_t resident) { door_metrics->SetResident(resident, limit()); },
       .give_back =

@@ -29,9 +29,10 @@ constexpr double kTurnRate = 256 << 20;  // bytes per second
 // A message of unknown progress may take so long for each byte.
 constexpr double kUnknownRate = 64 << 20;  // bytes per second
 
-// A charge is lowered by at least this part of the largest message. Less is given back at the end of
-// the call: that saves a small call three turns of the lock.
+// A charge is lowered only by more than this part of the largest message, and this many bytes. Smaller
+// rests are given back when the call ends: so a small call takes the lock twice, not five times.
 constexpr int64_t kFreedParts = 1024;
+constexpr int64_t kMostUnfreed = int64_t{64} << 10;
 
 }  // namespace
 
@@ -40,8 +41,8 @@ absl::Status DrainingError() {
       "the server is draining: it finishes admitted calls and takes no new ones");
 }
 
-// The admission's lock guards it, except the atomics. `bytes` also are the ticket's: after Received
-// only it changes them.
+// Guarded by the admission's lock, except the atomics. Only the ticket changes `bytes`, under the lock,
+// once nobody can take its room back; so it reads them without the lock.
 struct Admission::Ticket::Charge {
   Room::Holder* holder = nullptr;
   RoomPart part = RoomPart::kCommon;
@@ -49,8 +50,9 @@ struct Admission::Ticket::Charge {
   std::atomic<int64_t> turn_bytes = 0;  // 0: has no turn, or not any longer
   absl::Time turn_end;
   bool between_messages = false;
-  std::atomic<bool> takeable =
-      false;  // between messages: who clears it decides what becomes of the room
+  // The room waits between messages. Whoever clears this, the ticket or the timer, decides whether the
+  // call keeps it.
+  std::atomic<bool> takeable = false;
   Caller caller;
   std::function<std::optional<int64_t>()> received_bytes;
   std::function<void(const absl::Status&)> too_slow;
@@ -101,9 +103,12 @@ struct Admission::State {
     return {.bytes = Charged(ask), .receiving = needs_turn ? ask.receiving_bytes : 0};
   }
 
-  // A charge of `charged` bytes may stay where `bytes` are needed.
-  bool MayStay(int64_t charged, int64_t bytes) const {
-    return bytes <= charged && charged - bytes <= options.max_request_bytes / kFreedParts;
+  // The charge may stay where `bytes` are needed. Room for callers that hold nothing goes back as soon
+  // as the common part has room.
+  bool MayStay(const Charge& charge, int64_t bytes) const {
+    const int64_t most_unfreed = std::min(options.max_request_bytes / kFreedParts, kMostUnfreed);
+    return charge.part != RoomPart::kFirst && bytes <= charge.bytes &&
+           charge.bytes - bytes <= most_unfreed;
   }
 
   void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -422,7 +427,7 @@ bool Admission::Ticket::Received(int64_t bytes) {
   if (charge_ == nullptr) return false;
   State& state = *admission_->state_;
   bytes = std::min(bytes, state.options.max_request_bytes);
-  if (charge_->turn_bytes == 0 && state.MayStay(charge_->bytes, bytes)) {
+  if (charge_->turn_bytes == 0 && state.MayStay(*charge_, bytes)) {
     charge_->receiving = false;
     return true;
   }
@@ -444,7 +449,7 @@ bool Admission::Ticket::Received(int64_t bytes) {
 void Admission::Ticket::ShrinkTo(int64_t bytes) {
   if (charge_ == nullptr || bytes >= charge_->bytes) return;
   State& state = *admission_->state_;
-  if (state.MayStay(charge_->bytes, bytes)) return;
+  if (state.MayStay(*charge_, bytes)) return;
   bool let_in = false;
   {
     MutexLock lock(state.mutex);
@@ -528,7 +533,10 @@ std::optional<absl::StatusOr<Admission::Ticket>> Admission::State::Decide(RoomAs
   }
   const int free_places = options.max_waiting_calls - room.waiting();
   const bool has_room = room.held() + room.asked() + asked.bytes <= options.max_held_bytes;
-  if (holder->waiting < free_places || ask.received || has_room) return std::nullopt;
+  if (holder->waiting < free_places || ask.received || has_room) {
+    room.Forget(holder);  // Wait makes it again
+    return std::nullopt;
+  }
   Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller);
   absl::Status error = absl::ResourceExhaustedError(absl::StrFormat(
       "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",

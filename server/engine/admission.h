@@ -86,8 +86,8 @@ struct RoomAsk {
 // 64 MiB. A stream that waits for its next message is not told; its room is taken back, and the
 // message has to ask again when it is there.
 //
-// Cost: one lock, O(log waiting callers) for each step; O(messages being received) every
-// kReceiveTick while calls wait.
+// Cost: one lock, O(log waiting callers) for each step; O(tickets) every kReceiveTick while calls wait
+// for room.
 class Admission {
  public:
   static constexpr absl::Duration kReceiveWindow = absl::Milliseconds(500);
@@ -102,14 +102,12 @@ class Admission {
     Ticket(Ticket&& other) noexcept;
     Ticket& operator=(Ticket&& other) noexcept;
     ~Ticket();
-    // The message comes, and needs the room of `ask`. Room between messages is not taken back from here
-    // on, and the message must make progress, unless it is there already (RoomAsk::received). False: the
-    // room was taken back, or it is less; everything was given back, and the call must ask again. Once,
-    // before Received.
+    // The message begins to come and needs the room of `ask`. True: the call keeps its room, and unless
+    // the message is there (RoomAsk::received) it must make progress. False: the room was taken back or
+    // is too small; all of it was given back, and the call must ask again. Once, before Received.
     bool Comes(RoomAsk ask);
     // The message has arrived, and the call needs `bytes` from here on. True: they are charged, or
-    // more by at most a 1024th of the largest message.
-    // False: the ticket held less, and everything was given back; the call must ask again. Once.
+    // more by at most a 1024th of the largest message, or 64 KiB. False: the ticket held less, and everything was given back; the call must ask again. Once.
     bool Received(int64_t bytes);
     // Gives all but `bytes` back, or nothing if it is less than that. After Received.
     void ShrinkTo(int64_t bytes);

@@ -134,8 +134,11 @@ void Batcher::PlaceJob(std::shared_ptr<Job> submitted, Copies& copies, JobList& 
     const size_t row_stride = RowStride(spec.key);
     std::byte* const to = batch->slab.host + static_cast<size_t>(batch->rows) * row_stride;
     Reserve(batch, job, spec);
-    const bool in_slab = job->places().empty() || job->places().front().data == nullptr;
-    if (in_slab && spec.size.payload_bytes > kMostCopiedAtOnce) {
+    int64_t copied = spec.size.payload_bytes;
+    for (const RowsPlace& rows : job->places()) {
+      if (rows.data != nullptr) copied -= rows.rows * static_cast<int64_t>(rows.row_bytes);
+    }
+    if (copied > kMostCopiedAtOnce) {
       LeaveToCopier(batch, job);
     } else {
       place.state = Job::Place::State::kCopying;
@@ -388,22 +391,23 @@ Batcher::Loan Batcher::Copy(absl::Span<const PayloadCopy> copies, bool borrow) {
   return {};
 }
 
-// The payload is in its slab. True: its batch is new, or must begin earlier than before.
+// Counts the payload as copied. True: a sleeping stream must look again, because the batch is new or
+// must begin earlier.
 bool Batcher::Copied(Job* job, JobList& ended) {
   Job::Place& place = job->place_;
   Batch* const batch = place.batch;
   --batch->copying;
   ++batch->copied;
+  const bool is_new = batch->copied == 1;
   if (place.dropped) {
     place.state = Job::Place::State::kDone;
     ended.PushBack(job);
     ReleaseIfEmpty(batch);
-    return false;
+    return is_new;  // no stream may wait for its other jobs
   }
   place.state = Job::Place::State::kCopied;
   const absl::Time deadline = job->spec().deadline;
-  return batch->copied == 1 ||
-         (deadline == batch->first_deadline && deadline != absl::InfiniteFuture());
+  return is_new || (deadline == batch->first_deadline && deadline != absl::InfiniteFuture());
 }
 
 void Batcher::CopyLoop(int index) {

@@ -406,7 +406,7 @@ Batch* Batcher::Next(int stream, Batch* given_back) {
     }
     if (!seat.lent && (!spun || held > 0) && spinner_ == nullptr) {
       // The next request of a busy client comes within microseconds, and a sleeping thread takes
-      // longer to wake. The stream also polls while a brief copy runs, or a batch is held.
+      // longer to wake. The stream also polls while a batch is held.
       spun = true;
       spinner_ = &device;
       const uint32_t seen = wakes_.load(std::memory_order_relaxed);

@@ -93,7 +93,7 @@ class Engine {
   // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
   // or where one pass over a head takes longer.
   void Submit(std::shared_ptr<Job> job) { Submit({&job, 1}); }
-  // Several jobs for the price of one: they are moved from.
+  // Submits several jobs under one lock. Moves them out of the span.
   virtual void Submit(absl::Span<std::shared_ptr<Job>> jobs) = 0;
 
   // Submits one job by a thread that has nothing else to do until the job has ended: where no other job is

@@ -89,31 +89,36 @@ constexpr double kSecondsBuckets[] = {1e-6, 2.5e-6, 5e-6,   1e-5, 2.5e-5, 5e-5, 
 constexpr double kRowsBuckets[] = {1,   2,    4,    8,    16,   32,    64,    128,  256,
                                    512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 
+constexpr double kNanos = 1e9;
+
 // A histogram of Prometheus whose observations wait in shards until Flush.
 class Histogram {
  public:
+  // `sum_units`: a value of 1 in the shards' sums of integers.
   Histogram(prometheus::Registry& registry, const char* name, const char* help,
-            absl::Span<const double> buckets, const prometheus::Labels& labels = {})
+            absl::Span<const double> buckets, double sum_units,
+            const prometheus::Labels& labels = {})
       : buckets_(buckets),
+        sum_units_(sum_units),
         published_(prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add(
             labels, prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
 
   void Observe(double value) {
     const auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), value);
     counts_.Add(static_cast<size_t>(bucket - buckets_.begin()), 1);
-    counts_.Add(kSum, static_cast<int64_t>(value * kSumUnits));
+    counts_.Add(kSum, static_cast<int64_t>(value * sum_units_));
   }
 
   void Flush() {
     std::vector<double> more(buckets_.size() + 1);
     for (size_t i = 0; i < more.size(); ++i) more[i] = static_cast<double>(counts_.Take(i));
-    published_.ObserveMultiple(more, static_cast<double>(counts_.Take(kSum)) / kSumUnits);
+    published_.ObserveMultiple(more, static_cast<double>(counts_.Take(kSum)) / sum_units_);
   }
 
  private:
   static constexpr size_t kSum = std::size(kSecondsBuckets) + 1;  // after the buckets' counts
-  static constexpr double kSumUnits = 1e9;
   const absl::Span<const double> buckets_;
+  const double sum_units_;
   prometheus::Histogram& published_;
   ShardedCounts<kSum + 1> counts_;
 };
@@ -140,7 +145,8 @@ struct OpSeries {
         stopped(AddCounter(registry, "logitd_stopped_total",
                            "Requests that ended between slices of their batch.", {{"op", op}})),
         seconds(registry, "logitd_request_seconds",
-                "Time of a call from its headers to its status.", kSecondsBuckets, {{"op", op}}) {
+                "Time of a call from its headers to its status.", kSecondsBuckets, kNanos,
+                {{"op", op}}) {
     for (int code = 0; code < kCodes; ++code) {
       requests[code] = &AddCounter(
           registry, "logitd_requests_total", "Calls ended, by op and status.",
@@ -149,7 +155,7 @@ struct OpSeries {
     for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
       const Help& help = kBatchTimes[i].help;
       batch_times[i] = std::make_unique<Histogram>(registry, help.name, help.text, kSecondsBuckets,
-                                                   prometheus::Labels{{"op", op}});
+                                                   kNanos, prometheus::Labels{{"op", op}});
     }
   }
 
@@ -206,7 +212,8 @@ struct Metrics::Series final : prometheus::Collectable {
   Series(std::shared_ptr<prometheus::Registry> all, absl::Span<const std::string_view> op_names,
          absl::Span<const int> device_numbers)
       : published(std::move(all)),
-        batch_rows(*published, "logitd_batch_rows", "Rows of a batch.", kRowsBuckets) {
+        batch_rows(*published, "logitd_batch_rows", "Rows of a batch.", kRowsBuckets,
+                   /*sum_units=*/1) {
     prometheus::Registry& registry = *published;
     devices.reserve(device_numbers.size());
     for (const int number : device_numbers) {
@@ -216,8 +223,8 @@ struct Metrics::Series final : prometheus::Collectable {
       gauges[i] = &AddGauge(registry, kGauges[i].name, kGauges[i].text);
     }
     for (size_t i = 0; i < std::size(kPhases); ++i) {
-      phases[i] =
-          std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text, kSecondsBuckets);
+      phases[i] = std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text,
+                                              kSecondsBuckets, kNanos);
     }
     for (int i = 0; i < kRefusals; ++i) {
       for (size_t proof = 0; proof < kProofNames.size(); ++proof) {

@@ -1,4 +1,4 @@
-// Memory for large messages, which streams copy rows from where they lie.
+// Memory for large messages. Streams copy rows directly from it.
 #ifndef LOGITD_SERVER_ENGINE_PLACES_H_
 #define LOGITD_SERVER_ENGINE_PLACES_H_
 

@@ -184,7 +184,7 @@ void Connection::OnReady(uint32_t events) {
     loop_->Change(this, fd_, EPOLLIN);
     Wake();
   }
-  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) ReadSome();
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && !reads_on_) ReadSome();
 }
 
 absl::Span<std::byte> Connection::DirectRoom() {
@@ -195,6 +195,7 @@ absl::Span<std::byte> Connection::DirectRoom() {
 }
 
 void Connection::ReadSome() {
+  if (fd_ < 0) return;  // closed since a task was posted, which alone may keep it alive
   const std::shared_ptr<Connection> self = shared_from_this();
   for (size_t left = kReadPerTurn; fd_ >= 0;) {
     absl::Span<std::byte> room = DirectRoom();
@@ -224,8 +225,13 @@ void Connection::ReadSome() {
     if (drained) break;
     left -= std::min(left, bytes);
     if (left < kLeastDirect) {
-      // What TLS has read ahead wakes no epoll.
-      if (tls_ != nullptr) loop_->Post([self] { self->ReadSome(); });
+      // Bytes that TLS has read ahead wake no epoll.
+      if (tls_ != nullptr && !std::exchange(reads_on_, true)) {
+        loop_->Post([self] {
+          self->reads_on_ = false;
+          self->ReadSome();
+        });
+      }
       break;
     }
   }

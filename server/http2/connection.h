@@ -248,9 +248,10 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int64_t rest_bytes_ = 0;  // that `pieces_` keep while the kernel does not take them
   size_t scratch_used_ = 0;
   size_t filled_ = 0;
-  uint64_t queued_ = 0;   // bytes given to `pieces_`, in all
-  uint64_t written_ = 0;  // bytes of them that the kernel has taken
-  bool blocked_ = false;  // EPOLLOUT is watched
+  uint64_t queued_ = 0;    // bytes given to `pieces_`, in all
+  uint64_t written_ = 0;   // bytes of them that the kernel has taken
+  bool blocked_ = false;   // EPOLLOUT is watched
+  bool reads_on_ = false;  // a task of the loop reads next
 
   int64_t begun_ns_;
   int64_t age_ends_ns_;

@@ -46,10 +46,10 @@ TEST(MemoryTest, TheSumOfAServerOnTheCpu) {
 TEST(MemoryTest, TheSumOfAServerOnGpusHasNoHeadsAndAnyHasItsLeases) {
   Config config;
   EXPECT_EQ(MostHostMemory(config, /*cpu=*/false, 8, int64_t{1} << 62).Sum(),
-            int64_t{8 * 554 + 1024 + 256 + 200} << 20);
+            int64_t{8 * 554 + 512 + 1024 + 256 + 200} << 20);
   config.arena_listen = "unix:/run/arena";
   EXPECT_EQ(MostHostMemory(config, /*cpu=*/false, 8, int64_t{1} << 62).Sum(),
-            int64_t{8 * 554 + 1024 + 256 + 200 + 1024} << 20);
+            int64_t{8 * 554 + 512 + 1024 + 256 + 200 + 1024} << 20);
   EXPECT_EQ(InMiB(MostHostMemory(config, /*cpu=*/true, 2, int64_t{100} << 20).Sum()),
             2 * 554 + 1024 + 256 + 2 * 100 + 2 * 128 + 200 + 1024);
 }

@@ -130,8 +130,8 @@ absl::Status RequestJob::Take(MessageMemory message, const CallHeaders& headers)
   return absl::OkStatus();
 }
 
-// A stream copies the payload, whose rows are `row_stride` apart in the slab, from where it lies.
-// That is so for all rows in device memory: no other way reads them.
+// True if streams copy the payload from where it lies. Rows in device memory are always copied so.
+// `row_stride`: between rows in the slab.
 bool RequestJob::IsPlaced(const Payload& payload, size_t row_stride) const {
   if (payload.arena != nullptr && payload.arena->on_device()) return true;
   const bool in_message = payload.arena == nullptr;
@@ -272,6 +272,11 @@ void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
   if (placed_in_message_) return;
   FreeMessage();
   HoldAtMost(std::max(codec_->list_bytes(), codec_->answer_bytes()));
+}
+
+void RequestJob::Fail() {
+  FreeMessage();
+  HoldAtMost(0);
 }
 
 void RequestJob::FreeMessage() {

@@ -118,6 +118,9 @@ class RequestJob : public engine::Job {
   // Encode's message is the next to be sent. See OpCodec.
   void Conclude(EncodedMessage* message) { codec_->Conclude(message); }
 
+  // First in a Done whose status is not OK: gives the message and its room back.
+  void Fail();
+
   // The op of the message; before Take, the usual one of the method.
   const engine::OpTraits& op() const { return codec_->op(); }
 

@@ -16,7 +16,10 @@ class StreamCall::Item final : public RequestJob, public std::enable_shared_from
 
   void Done(const absl::Status& status, const engine::JobAnswer& answer,
             const engine::JobTimes& times) override {
-    if (!status.ok()) return Post(status, {}, times, /*encode_ns=*/0);
+    if (!status.ok()) {
+      Fail();
+      return Post(status, {}, times, /*encode_ns=*/0);
+    }
     const int64_t begun_ns = age_ns();
     EncodedMessage encoded = Encode(answer, /*receive_ns=*/0, times);
     WriteShared(answer, [item = shared_from_this(), encoded = std::move(encoded), times,

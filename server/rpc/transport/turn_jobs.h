@@ -34,16 +34,19 @@ class TurnJobs {
     explicit Lane(engine::Engine* engine) : engine(engine) {}
     void OnReady(uint32_t) override {}
     void OnTurnEnd() override {
-      for (std::shared_ptr<RequestJob>& job : jobs) {
+      // Dropped jobs end here, and calls that get their room may add others to `jobs`.
+      taken.swap(jobs);
+      for (std::shared_ptr<RequestJob>& job : taken) {
         if (job->BeginSubmit()) submitted.push_back(std::move(job));
       }
-      jobs.clear();
-      engine->Submit(absl::MakeSpan(submitted));
+      if (!submitted.empty()) engine->Submit(absl::MakeSpan(submitted));
       submitted.clear();
+      taken.clear();
     }
 
     engine::Engine* const engine;
     std::vector<std::shared_ptr<RequestJob>> jobs;
+    std::vector<std::shared_ptr<RequestJob>> taken;  // of this turn; empty between turns
     std::vector<std::shared_ptr<engine::Job>> submitted;
   };
 

@@ -137,7 +137,10 @@ void UnaryCall::OnHalfClose() {
 
 void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer,
                      const engine::JobTimes& times) {
-  if (!status.ok()) return done_task_.Post(shared_from_this(), status, {}, times);
+  if (!status.ok()) {
+    Fail();
+    return done_task_.Post(shared_from_this(), status, {}, times);
+  }
   if (dropped()) return;
   const int64_t begun_ns = ServerCall::age_ns();
   EncodedMessage message = Encode(answer, receive_ns_, times);
