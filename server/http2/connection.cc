@@ -21,6 +21,8 @@ constexpr size_t kAfterDirect = size_t{4} << 10;
 // Limits of one write.
 constexpr size_t kWriteBytes = size_t{1} << 20;
 constexpr size_t kWritePieces = 256;
+constexpr int kWritesPerTurn = 2;
+constexpr double kVisitsPerFrame = 16;
 // A shorter body is copied behind its frame's head.
 constexpr size_t kCopiedBody = size_t{2} << 10;
 
@@ -268,7 +270,9 @@ int Connection::CountControl(const nghttp2_frame_hd& frame) {
   const int64_t now_ns = loop_->now_ns();
   const bool asks = frame.type == NGHTTP2_PING && (frame.flags & NGHTTP2_FLAG_ACK) == 0;
   if (asks && !pings_.Take(now_ns)) return Refuse(Cut::kPings);
-  return control_.Take(now_ns) ? 0 : Refuse(Cut::kControlFrames);
+  const size_t visited = frame.type == NGHTTP2_SETTINGS ? streams_.size() : 0;
+  const bool allowed = control_.Take(now_ns, 1 + static_cast<double>(visited) / kVisitsPerFrame);
+  return allowed ? 0 : Refuse(Cut::kControlFrames);
 }
 
 Stream* Connection::Find(int32_t id) {
@@ -346,6 +350,12 @@ int Connection::OnFrame(const nghttp2_frame& frame) {
   if (stream == nullptr) return 0;
   const bool ends = (frame.hd.flags & NGHTTP2_FLAG_END_STREAM) != 0;
   if (ends) stream->peer_ended_ = true;
+  if (frame.hd.type == NGHTTP2_DATA) {
+    stream->ReturnPadding(frame.data.padlen);
+  } else if (!control_.Take(loop_->now_ns(),
+                            static_cast<double>(stream->header_list_bytes_ / 1024))) {
+    return Refuse(Cut::kControlFrames);
+  }
   if (frame.hd.type == NGHTTP2_HEADERS && frame.headers.cat == NGHTTP2_HCAT_REQUEST) {
     stream->counted_ += static_cast<int64_t>(stream->headers_.held_bytes());
     Hold(&account_.headers, static_cast<int64_t>(stream->headers_.held_bytes()));
@@ -573,14 +583,24 @@ void Connection::OnTurnEnd() {
   const std::shared_ptr<Connection> self = shared_from_this();
   // The rest of the last write goes first.
   if (!pieces_.empty() && !WriteOut()) return;
-  while (true) {
+  bool all = false;
+  ending_turn_ = true;  // a Wake means the next round
+  for (int i = 0; i < kWritesPerTurn && !all; ++i) {
     Fill();
     if (cut_ != Cut::kNone) return Close(cut_);
-    if (pieces_.empty()) break;
-    if (!WriteOut()) return CountTls();
+    all = pieces_.empty();
+    if (!all && !WriteOut()) break;
   }
+  ending_turn_ = false;
   CountTls();
+  if (fd_ < 0 || blocked_) return;
+  // The rest waits for the next turn, so that other connections get theirs.
+  if (!all) loop_->Post([self] { self->Wake(); });
   EndIfDone();
+}
+
+void Connection::Wake() {
+  if (!ending_turn_ && fd_ >= 0) loop_->AtTurnEnd(this);
 }
 
 void Connection::EndIfDone() {
@@ -666,7 +686,8 @@ void Connection::StopLate() {
 void Connection::CheckStuck() {
   absl::InlinedVector<int32_t, 8> stuck;
   for (const auto& [id, stream] : streams_) {
-    if (stream->unsent_bytes_ > 0 && loop_->now_ns() - stream->moved_ns_ >= Nanos(times_.send)) {
+    if ((stream->unsent_bytes_ > 0 || stream->ended_) &&
+        loop_->now_ns() - stream->moved_ns_ >= Nanos(times_.send)) {
       stuck.push_back(id);
     }
   }

@@ -189,7 +189,7 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
   void SubmitTrailers(Stream* stream);
-  void Wake() { loop_->AtTurnEnd(this); }
+  void Wake();
   void Hold(std::atomic<int64_t>* count, int64_t more) {
     count->store(count->load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
     held_->Add(more);
@@ -248,10 +248,11 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int64_t rest_bytes_ = 0;  // that `pieces_` keep while the kernel does not take them
   size_t scratch_used_ = 0;
   size_t filled_ = 0;
-  uint64_t queued_ = 0;    // bytes given to `pieces_`, in all
-  uint64_t written_ = 0;   // bytes of them that the kernel has taken
-  bool blocked_ = false;   // EPOLLOUT is watched
-  bool reads_on_ = false;  // a task of the loop reads next
+  uint64_t queued_ = 0;       // bytes given to `pieces_`, in all
+  uint64_t written_ = 0;      // bytes of them that the kernel has taken
+  bool blocked_ = false;      // EPOLLOUT is watched
+  bool reads_on_ = false;     // a task of the loop reads next
+  bool ending_turn_ = false;  // inside OnTurnEnd
 
   int64_t begun_ns_;
   int64_t age_ends_ns_;

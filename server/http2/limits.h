@@ -62,6 +62,8 @@ struct Limits {
 
   // PING (answers to pings too), SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY, CONTINUATION and unknown
   // frames: control_frames, control_rate more each second, and four more for each DATA or HEADERS frame in either direction.
+  // nghttp2 visits every open stream for a SETTINGS frame, and a few bytes can stand for a long header
+  // list: the one costs one more for each 16 open streams, the other one for each KiB of its list.
   double control_frames = 20000;
   double control_rate = 5000;
   // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each
@@ -88,10 +90,10 @@ class Budget {
       : most_(most), per_ns_(rate * 1e-9), left_(most), at_ns_(now_ns) {}
 
   // False: it happened too often.
-  bool Take(int64_t now_ns) {
+  bool Take(int64_t now_ns, double cost = 1) {
     left_ = std::min(most_, left_ + static_cast<double>(now_ns - at_ns_) * per_ns_);
     at_ns_ = now_ns;
-    left_ -= 1;
+    left_ -= cost;
     return left_ >= 0;
   }
   void Add(double more) { left_ = std::min(most_, left_ + more); }

@@ -68,6 +68,15 @@ void Stream::Grant(int64_t bytes) {
   connection_->Wake();
 }
 
+void Stream::ReturnPadding(size_t bytes) {
+  constexpr size_t kWorthReturning = size_t{16} << 10;
+  padding_ += bytes;
+  if (padding_ < kWorthReturning || peer_ended_) return;
+  nghttp2_submit_window_update(connection_->session_, NGHTTP2_FLAG_NONE, id_,
+                               static_cast<int32_t>(std::exchange(padding_, 0)));
+  connection_->Wake();
+}
+
 bool Stream::HoldEarly(int64_t bytes) {
   const Connection& connection = *connection_;
   const int64_t held = connection.account_.early.load(std::memory_order_relaxed);
@@ -110,6 +119,7 @@ void Stream::Send(Bytes bytes) {
 
 void Stream::End(absl::Span<const Field> trailers) {
   if (connection_->session_ == nullptr || std::exchange(ended_, true)) return;
+  if (unsent_bytes_ == 0) moved_ns_ = connection_->loop_->now_ns();
   if (!responded_) {
     responded_ = true;
     const NvList list = ListOf(trailers);

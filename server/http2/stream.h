@@ -125,6 +125,9 @@ class Stream {
  private:
   friend class Connection;
 
+  // nghttp2 returns padding only when it has used up half of the window, which Grant makes large.
+  void ReturnPadding(size_t bytes);
+
   void HoldUnpaid(int64_t more);
 
   Connection* const connection_;
@@ -137,6 +140,7 @@ class Stream {
   bool peer_ended_ = false;
   int64_t granted_ = 0;
   int64_t early_ = 0;
+  size_t padding_ = 0;  // received, and not returned to the peer's window
 
   bool responded_ = false;
   bool ended_ = false;     // End was called

@@ -286,6 +286,56 @@ TEST_F(ConnectionTest, MessagesInEmptyFramesCutIt) {
   EXPECT_EQ(cut_, Cut::kTinyFrames);
 }
 
+TEST_F(ConnectionTest, SettingsCostMoreWithOpenStreams) {
+  limits_.control_frames = 1000;
+  limits_.control_rate = 0;
+  Open();
+  for (int32_t id = 1; id < 321; id += 2) Send(client_->Headers(id, Request("/hold")));
+  int sent = 0;
+  while (!cut_.has_value() && sent < 200) {
+    ASSERT_TRUE(client_->Send({.type = NGHTTP2_SETTINGS}));
+    Run();
+    ++sent;
+  }
+  EXPECT_EQ(cut_, Cut::kControlFrames);
+  EXPECT_EQ(sent, 91) << "160 streams: each costs 11 of 1000";
+}
+
+TEST_F(ConnectionTest, LongListsOfFewBytesCutIt) {
+  limits_.control_frames = 1000;
+  limits_.control_rate = 0;
+  Open();
+  Fields fields = Request("/hold");
+  for (int i = 0; i < 60; ++i)
+    fields.emplace_back("long", std::string(3900, 'x'));  // one in the table
+  int lists = 0;
+  for (int32_t id = 1; !cut_.has_value() && lists < 100; id += 2, ++lists) {
+    ASSERT_TRUE(client_->Send(client_->Headers(id, fields)));
+    Run();
+  }
+  EXPECT_EQ(cut_, Cut::kControlFrames);
+  EXPECT_LT(lists, 10);
+}
+
+TEST_F(ConnectionTest, PaddingDoesNotUseUpTheWindow) {
+  Open();
+  Send(client_->Headers(1, Request("/direct")));
+  constexpr size_t kPadding = 255;
+  constexpr size_t kBody = 1024;
+  const std::string payload =
+      std::string(1, '\xff') + std::string(kBody, 'x') + std::string(kPadding, '\0');
+  int64_t window = limits_.early_window;
+  for (size_t sent = 0; sent < size_t{1} << 20; sent += kBody) {
+    for (const Frame& frame : TakeFrames(NGHTTP2_WINDOW_UPDATE)) {
+      if (frame.stream == 1) window += Read32(frame.payload);
+    }
+    window -= static_cast<int64_t>(payload.size());
+    ASSERT_GE(window, -(16 << 10)) << "after " << sent << " bytes: less than 16 KiB may wait";
+    Send(
+        Frame{.type = NGHTTP2_DATA, .flags = NGHTTP2_FLAG_PADDED, .stream = 1, .payload = payload});
+  }
+}
+
 TEST_F(ConnectionTest, FramesThatCarryNothingCutIt) {
   limits_.control_frames = 50;
   limits_.control_rate = 0;

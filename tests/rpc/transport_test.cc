@@ -286,6 +286,16 @@ TEST_F(TransportTest, ASmallMessageInPiecesOfEverySizeIsRead) {
   EXPECT_EQ(StatusOf(truncated), "12");
 }
 
+TEST_F(TransportTest, ACallWithAMalformedTimeoutIsNotOpenAfterwards) {
+  for (const char* path : {kTopK, kSampleStream}) {
+    const int32_t stream = Call(path, {{"grpc-timeout", "-1m"}});
+    Run();
+    EXPECT_EQ(StatusOf(stream), "3") << path;
+  }
+  EXPECT_EQ(metrics_.Get(engine::Gauge::kOpenCalls), 0);
+  EXPECT_EQ(metrics_.Get(engine::Gauge::kOpenStreams), 0);
+}
+
 TEST_F(TransportTest, AWatchKeepsNoName) {
   constexpr int kCalls = 300;
   const std::string message = CheckOf(std::string(16'000, 'x'));

@@ -183,6 +183,7 @@ void ServerCall::Start() {
   if (timeout < absl::Hours(24 * 365)) {
     loop_->timers().Set(&deadline_timer_, loop_->now_ns() + absl::ToInt64Nanoseconds(timeout));
   }
+  began_ = true;
   Begin();
 }
 

@@ -108,6 +108,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void Finish(const absl::Status& status, EncodedMessage message = {});
   void Reset();  // without a status
 
+  bool began() const { return began_; }
   bool finished() const { return finished_; }
   bool over() const { return stream_ == nullptr; }
   CallTracker& tracker() { return *tracker_; }
@@ -164,6 +165,7 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   int64_t sent_bytes_ = 0;
   bool pays_ = false;
   bool head_sent_ = false;
+  bool began_ = false;
   bool finished_ = false;
   http2::Timer deadline_timer_;
   http2::Timer receive_timer_;

@@ -309,6 +309,7 @@ void StreamCall::OnOver() {
   items_.clear();
   ticket_.reset();
   headers_.place = nullptr;
+  if (!began()) return;  // nothing was counted
   environment_.metrics->Add(engine::Gauge::kOpenStreams, -1);
   environment_.metrics->Add(engine::Gauge::kOpenCalls, -1);
   // A stream may be open for long and is not slow for that: its messages may be.

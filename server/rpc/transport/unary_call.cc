@@ -197,7 +197,7 @@ void UnaryCall::OnCancelled(const absl::Status& why) {
 
 void UnaryCall::OnOver() {
   Report();
-  environment().metrics->Add(engine::Gauge::kOpenCalls, -1);
+  if (began()) environment().metrics->Add(engine::Gauge::kOpenCalls, -1);
 }
 
 void UnaryCall::Report() {
