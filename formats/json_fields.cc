@@ -199,7 +199,7 @@ class FieldsReader final : public nlohmann::json_sax<nlohmann::json> {
   bool inside_ = false;  // at depth 2: inside an object whose key is not empty
   std::string outer_;    // the last key at depth 1
   std::string inner_;    // the last key at depth 2
-  // Of the innermost open object:
+  // The innermost open object:
   int64_t members_ = 0;           // so far; after an object inside it, 1
   bool number_key_ = false;       // the last key is kNumberKey
   std::optional<double> number_;  // its value

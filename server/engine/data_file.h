@@ -25,7 +25,7 @@ absl::Status CheckInRoot(const std::string& root, const std::string& path);
 
 enum class PathKind { kNone, kFolder, kOther };
 
-// What is at `path`. Errors as Open, without NOT_FOUND.
+// The kind of file at `path`. Errors as Open, without NOT_FOUND.
 absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path);
 
 // A regular file. Thread-safe.

@@ -189,7 +189,7 @@ class Settings {
     });
   }
 
-  // What is stated: true if it is true anywhere, false if it is false or null wherever it is there.
+  // The stated value: true if it is true anywhere, false if it is false or null wherever it is there.
   std::optional<bool> Stated(const char* key) {
     std::optional<bool> stated;
     for (const char* object : kPlaces) {
@@ -208,7 +208,7 @@ class Settings {
     return Text("model_type").starts_with(kLfm2) && Has(kOtherTies) ? kOtherTies : kTies;
   }
 
-  // Whether the embeddings are the head; nothing if neither the settings nor the model_type tell.
+  // True if the embeddings are the head; nothing if neither the settings nor the model_type tell.
   std::optional<bool> Ties() {
     if (const std::optional<bool> stated = Stated(TiesKey())) return stated;
     for (const char* object : kPlaces) {
@@ -220,7 +220,7 @@ class Settings {
     return std::nullopt;
   }
 
-  // As a configuration states it; "" without one.
+  // The scheme that a configuration states; "" without one.
   std::string QuantMethod() const {
     const auto it = fields_.find(kQuantMethod);
     const auto* text = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;

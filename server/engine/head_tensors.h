@@ -54,8 +54,8 @@ class HeadTensors {
     }
     return "";
   }
-  // The same of a head's own tensors, such as "lm_head.weight" for "weight"; and of input embeddings,
-  // which are the head of a model that ties them.
+  // The first name that exists of a head's own tensors, such as "lm_head.weight" for "weight"; and of
+  // input embeddings, which are the head of a model that ties them.
   std::string OfHead(std::string_view rest) const;
   std::string Embeddings() const;
 
@@ -70,7 +70,7 @@ class HeadTensors {
 
   // The names of a single file's tensors of 2 dimensions.
   std::vector<std::string> Matrices() const;
-  // Of a single file.
+  // The header of a single file.
   const formats::SafetensorsHeader& header() const { return open_.begin()->second.header; }
 
   // `want`: its shape; -1: any size above 0.

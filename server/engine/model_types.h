@@ -11,9 +11,9 @@ namespace logitd::engine {
 // which were looked at: what changes their logits is either done or refused. Thread-safe.
 bool IsSurveyed(std::string_view model_type);
 
-// What transformers takes for `tie_word_embeddings` of a `model_type` that does not state it, the same
-// in 4.57 and 5.23; nothing for a type that neither has, or that has no head. Of a multimodal model:
-// the default of its text model. Thread-safe.
+// The default of `tie_word_embeddings` for a `model_type`, as transformers 4.57 and 5.23 both have it;
+// nothing for a type that neither has, or that has no head. For a multimodal model: the default of its
+// text model. Thread-safe.
 std::optional<bool> TiesByDefault(std::string_view model_type);
 
 }  // namespace logitd::engine

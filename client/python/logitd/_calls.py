@@ -113,7 +113,7 @@ _NAMES = {
     "payload and lists": "request",
 }
 _FIELDS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-# The same of fields that describe an array, and of those that say where it lies.
+# Fields whose errors name a caller's array instead: its sizes, and where it lies.
 _SIZES = {"vocab": "logits (vocab)", "rows": "logits or hidden (rows)", "keys": "scores (keys)"}
 _SIZE = re.compile(r"^(vocab|rows|keys)(?=: got \d+, allowed 1\.\.)")
 _SHARED = re.compile(r"^shared(_\w+)?(\.\w+)?(?=: )")
