@@ -42,7 +42,7 @@ FIELDS: Dict[str, Field] = {
     "num_beam_groups": Field(MODE, (1,)),
     "num_return_sequences": Field(MODE, (1,)),
     "temperature": Field(DRAW, (1.0,), ("TemperatureLogitsWarper",)),
-    "top_k": Field(DRAW, (0,), ("TopKLogitsWarper",)),
+    "top_k": Field(DRAW, (0, -1), ("TopKLogitsWarper",)),
     "top_p": Field(DRAW, (1.0,), ("TopPLogitsWarper",)),
     "min_p": Field(DRAW, (0.0,), ("MinPLogitsWarper",)),
     "top_h": Field(DRAW, (), ("TopHLogitsWarper",)),

@@ -342,6 +342,10 @@ class GenerateTest(ServerTestCase):
         for ours, theirs in zip(got.logits, want.logits):
             self.assertTrue(torch.equal(ours, theirs))
 
+    def test_a_top_k_of_minus_1_asks_for_nothing(self):
+        for head in (None, "tiny"):
+            self.assertEqual(self.greedy(head, top_k=-1), self.greedy(head))
+
     def test_modes_of_the_models_own_configuration_are_off(self):
         want = self.greedy()
         default = transformers.GenerationConfig()
