@@ -82,7 +82,7 @@ class ModelFoldersTest : public ::testing::Test {
     Write("model.safetensors", Safetensors(tensors));
     return Load();
   }
-  // The same tensors in two files and an index.
+  // Two files and an index that hold these tensors.
   std::string LoadSharded(const std::string& config, const Tensors& tensors) {
     Write("config.json", config);
     std::filesystem::remove(folder_ + "/model.safetensors");

@@ -7,7 +7,7 @@ from typing import Any, Dict, Tuple
 
 # How a token is chosen, which is for logitd: refused from a caller, and turned off where a model's configuration has it.
 MODE = "mode"
-# The same, and off by itself without do_sample.
+# A MODE that is off by itself without do_sample.
 DRAW = "draw"
 # A penalty that logitd has too. With a head, or if `sampling` has it, logitd does it, and transformers does not.
 PENALTY = "penalty"
