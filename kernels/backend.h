@@ -72,7 +72,8 @@ struct RowsCopy {
   size_t to_stride = 0;
   size_t row_bytes = 0;
   int64_t rows = 0;
-  bool from_device = false;  // `from` is device memory; else host memory that PinHost has pinned
+  // `from` is device memory; else host memory: any on the CPU backend, pinned by PinHost on others.
+  bool from_device = false;
 };
 
 // What a stream is for. A stream for copies runs no ops and has no scratch memory.
@@ -106,7 +107,7 @@ class Stream {
   virtual absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) = 0;
 
   // Copies rows that others may write at the same time: each byte is read once. In the order of use
-  // it counts as an Upload. UNIMPLEMENTED: this backend has neither pinned nor shared memory.
+  // it counts as an Upload. UNIMPLEMENTED: this backend copies from slabs only.
   virtual absl::Status Gather(absl::Span<const RowsCopy> copies) { return NoSuchOp("gather"); }
 
   // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host memory

@@ -67,7 +67,7 @@ struct Config {
 // Semantic version of this build.
 std::string_view Version();
 
-// What speaks HTTP/2: "nghttp2 1.52.0".
+// The name and version of the HTTP/2 library: "nghttp2 1.52.0".
 std::string_view TransportVersion();
 
 // Fills `config`. A value: the process must end with it, 0 after --help or --version (text on

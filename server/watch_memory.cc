@@ -11,7 +11,7 @@
 namespace logitd {
 namespace {
 
-// What the process itself needs beyond its start: threads, what malloc keeps.
+// Memory of the process itself beyond its start: threads, and free memory that malloc keeps.
 // AddressSanitizer keeps freed memory, and it and ThreadSanitizer keep shadows of all memory.
 #if defined(ABSL_HAVE_ADDRESS_SANITIZER) || defined(ABSL_HAVE_THREAD_SANITIZER)
 constexpr int64_t kProcessGrowth = int64_t{16} << 30;

@@ -1,5 +1,5 @@
-// bare_server: server/http2 without anything behind it. What load_bench and raw_bench measure with it is what the
-// transport costs, so a figure of logitd beside it says what the rest of logitd adds.
+// bare_server: server/http2 without anything behind it. Clients (load_bench, h2load) measure with it what the transport
+// costs. A figure of logitd beside it says what the rest of logitd adds.
 #include <signal.h>
 
 #include <CLI/CLI.hpp>

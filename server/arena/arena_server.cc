@@ -21,6 +21,7 @@
 #include "prometheus/family.h"
 #include "prometheus/gauge.h"
 #include "prometheus/registry.h"
+#include "server/arena/send_file.h"
 #include "server/base/clock.h"
 #include "server/log/limited.h"
 
@@ -49,20 +50,7 @@ bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
   answer.text_bytes = static_cast<uint32_t>(text.size());
   std::array<iovec, 2> parts = {iovec{&answer, sizeof(answer)},
                                 iovec{const_cast<char*>(text.data()), text.size()}};
-  msghdr message = {};
-  message.msg_iov = parts.data();
-  message.msg_iovlen = parts.size();
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
-  if (fd >= 0) {
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* const header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  }
-  return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+  return SendWithFile(socket, absl::MakeSpan(parts), fd);
 }
 
 // False: the peer does not take it.

@@ -112,8 +112,8 @@ class Arena {
   const std::unique_ptr<DeviceArena> device_memory_;
 };
 
-// Whether this process may write through its mappings as Arena::Write does, which takes a file of
-// /proc. UNAVAILABLE: it may not.
+// OK: this process may write through its mappings as Arena::Write does, which takes a file of /proc.
+// UNAVAILABLE: it may not.
 absl::Status CheckMappedWrites();
 
 struct LeaseLimits {

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "server/arena/send_file.h"
 
 namespace logitd::arena {
 namespace {
@@ -107,18 +108,7 @@ PageRemover::~PageRemover() {
 bool PageRemover::Remove(int fd, int64_t bytes, uint64_t id) {
   Ask ask = {.id = id, .bytes = bytes};
   iovec part = {&ask, sizeof(ask)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  return sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
+  return SendWithFile(socket_, {&part, 1}, fd);
 }
 
 std::vector<PageRemover::Ended> PageRemover::TakeEnded() {

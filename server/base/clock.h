@@ -16,7 +16,7 @@ inline int64_t MonotonicNanos() {
       .count();
 }
 
-// The same clock as a time, for budgets, rates and waits. It is not the time of day: compare it only with
+// MonotonicNanos as a time, for budgets, rates and waits. It is not the time of day: compare it only with
 // other times of this clock.
 inline absl::Time SteadyNow() { return absl::FromUnixNanos(MonotonicNanos()); }
 

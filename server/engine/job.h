@@ -199,8 +199,8 @@ struct JobAnswer {
   }
 };
 
-// Where a stream finds rows that are not copied to the slab: in memory of the device that runs the
-// batch, or in pinned host memory. The job keeps it until Done.
+// The place of rows that are not copied to the slab: memory of the device that runs the batch, or host
+// memory, which is pinned unless the device is the host. The job keeps it until Done.
 struct RowsPlace {
   const std::byte* data = nullptr;  // null: the rows are in the slab
   size_t row_stride = 0;            // bytes

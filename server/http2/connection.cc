@@ -197,7 +197,7 @@ absl::Span<std::byte> Connection::DirectRoom() {
 }
 
 void Connection::ReadSome() {
-  if (fd_ < 0) return;  // closed since a task was posted, which alone may keep it alive
+  if (fd_ < 0) return;  // closed after this task was posted; only the task keeps it alive
   const std::shared_ptr<Connection> self = shared_from_this();
   for (size_t left = kReadPerTurn; fd_ >= 0;) {
     absl::Span<std::byte> room = DirectRoom();

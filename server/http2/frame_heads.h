@@ -22,7 +22,7 @@ class FrameHeads {
   // part of `*bytes`, or a frame's head that came in pieces. Empty: none of those that were taken.
   absl::Span<const std::byte> Next(absl::Span<const std::byte>* bytes);
 
-  // Whether the last Next found a frame to leave out.
+  // True: the last Next found a frame to leave out.
   bool TakeLeftOut() { return std::exchange(left_out_, false); }
 
  private:

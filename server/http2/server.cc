@@ -25,8 +25,8 @@ constexpr int kHandshakesPerTurn = 2;
 
 }  // namespace
 
-// What a connection holds beyond an idle one's place, less what it moved lately. Bytes that came and are
-// still held have not moved.
+// Bytes that a connection holds beyond an idle connection's, less the bytes that it moved lately.
+// Received bytes that are still held do not count as moved.
 struct Server::Still {
   int64_t bytes;
   std::shared_ptr<Connection> connection;

@@ -76,7 +76,7 @@ constexpr OpCodecs kCodecs[] = {
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
 
-// The same text for as long as the program runs, also when servers register it again.
+// A copy of `path` that lasts as long as the program. Servers that register a path again share it.
 std::string_view Lasting(std::string path) {
   static absl::Mutex mutex(absl::kConstInit);
   static auto& paths = *new std::set<std::string>();

@@ -1,4 +1,4 @@
-// What becomes of a lease's memory when the lease has ended and its client keeps the file.
+// Tests of a lease that has ended while its client keeps the file: its memory must leave.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -33,7 +33,7 @@ class EndedLeaseTest : public ::testing::Test {
                                        remover_.get());
   }
 
-  // Whether FreeEnded has something to do in time.
+  // True: FreeEnded has something to do in time.
   bool Told() const {
     pollfd freed = {.fd = leases_->freed_fd(), .events = POLLIN, .revents = 0};
     return poll(&freed, 1, 20000) == 1;

@@ -459,7 +459,7 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
   EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
 }
 
-// What the server tells a peer before it cuts it off.
+// The answer that the server sends a peer before it cuts the peer off.
 RingAnswer LastWord(int client, std::string* text) {
   pollfd ready = {.fd = client, .events = POLLIN, .revents = 0};
   EXPECT_EQ(poll(&ready, 1, 20000), 1) << "the peer hears nothing";

@@ -276,7 +276,7 @@ TEST(DoorTest, AFloodOfPingsIsCutWithTheDefaultFlags) {
   EXPECT_TRUE(server.WaitForMetric(Cut("pings"), '=', 2));
 }
 
-// As clients do that measure their round trip when an answer comes.
+// Some clients ping whenever an answer comes, to measure their round trip.
 TEST(DoorTest, EachAnswerAllowsAPing) {
   ServerProcess server({"--min-ping-interval=1h"});
   RawPeer peer(server.port());

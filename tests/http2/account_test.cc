@@ -1,4 +1,4 @@
-// What one connection holds, and what it counts.
+// Tests of a connection's account: it counts everything that the connection holds.
 #include "server/http2/connection.h"
 
 #include "tests/certificates.h"

@@ -1,4 +1,4 @@
-// What one connection does with frames, right and wrong.
+// Tests of one connection with right and wrong frames.
 #include "server/http2/connection.h"
 
 #include "tests/http2/one_connection.h"
@@ -264,7 +264,7 @@ TEST_F(ConnectionTest, PingsWithoutCallsCutItBetweenCallsTheyDoNot) {
   EXPECT_EQ(cut_, Cut::kPings);
 }
 
-// As gRPC's clients do that keep a connection alive through what drops silent ones.
+// gRPC's clients ping so where routers drop silent connections.
 TEST_F(ConnectionTest, APingEveryTenSecondsOfSilenceIsWelcome) {
   Open();
   for (int i = 0; i < 200; ++i) {
@@ -471,6 +471,26 @@ TEST_F(ConnectionTest, APeerThatGrantsNoWindowLosesTheCallOnly) {
   Pass(absl::Seconds(33));
   EXPECT_EQ(AnswerOf(3).reset, uint32_t{NGHTTP2_CANCEL});
   EXPECT_EQ(connection_->account().unsent, 0);
+  EXPECT_EQ(cut_, std::nullopt);
+}
+
+TEST_F(ConnectionTest, TrailersDoNotWaitForAWindowForEver) {
+  times_.send = absl::Seconds(30);
+  Open();
+  Send(client_->Headers(1, Request("/hold")));
+  const Field headers[] = {{":status", "200"}};
+  const Field trailers[] = {{"result", "done"}};
+  const auto body = std::make_shared<std::string>(65'535, 'x');  // all of the window
+  Stream* const stream = echoes_[0]->stream();
+  stream->Respond(headers);
+  stream->Send(
+      {absl::MakeConstSpan(reinterpret_cast<const std::byte*>(body->data()), body->size()), body});
+  Run();
+  stream->End(trailers);
+  Run();
+  EXPECT_EQ(AnswerOf(1).body.size(), body->size());
+  Pass(absl::Seconds(33));
+  EXPECT_EQ(echoes_[0]->times_closed(), 1);
   EXPECT_EQ(cut_, std::nullopt);
 }
 

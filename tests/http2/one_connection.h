@@ -157,7 +157,7 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
     bool ended = false;
     std::optional<uint32_t> reset;
   };
-  // What has come back of a stream. HEADERS of all streams are read in their order.
+  // The frames that came back on a stream, read. HEADERS of all streams are read in their order.
   Answer AnswerOf(int32_t stream) {
     for (Frame& frame : std::exchange(frames_, {})) {
       Answer& answer = answers_[frame.stream];

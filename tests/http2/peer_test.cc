@@ -1,4 +1,4 @@
-// What a server knows of its peers, as logs and identities name them.
+// Tests of the names that logs and identities have for peers.
 #include "server/http2/peer.h"
 
 #include <arpa/inet.h>

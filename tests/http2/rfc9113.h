@@ -161,7 +161,7 @@ class Peer : public ConnectionHost {
 
 enum class Ends : uint8_t { kNothing, kStream, kConnection };
 
-// What must come back. Section 5.4.1 lets a server end the connection where a stream's end would do.
+// The answer that a row demands. Section 5.4.1 lets a server end the connection where a stream's end would do.
 struct Outcome {
   Ends ends;
   uint32_t code = 0;

@@ -28,7 +28,7 @@ TEST(CallTrackerTest, AMessageThatIsLateInADrainIsUnavailable) {
                 "the server is draining and did not receive the message within 300ms"));
 }
 
-// As with --receive-timeout inf, and with one that is shorter than the drain's.
+// One tracker is that of --receive-timeout inf; the other has a timeout shorter than the drain's.
 TEST(CallTrackerTest, ADrainOnlyShortensTheTimeForAMessage) {
   CallTracker endless(absl::InfiniteDuration(), absl::Milliseconds(50), /*loops=*/1);
   EXPECT_EQ(endless.message_timeout(), absl::InfiniteDuration());

@@ -402,7 +402,7 @@ TEST_F(TransportTest, TimeInTheLineIsNotTimeToSend) {
 
 // ---- the account
 
-// What an open call holds of the server's own objects.
+// The server's own objects of an open call count as held by its connection.
 TEST_F(TransportTest, AnOpenCallsObjectsAreCounted) {
   constexpr int kCalls = 200;
   for (const std::string path :

@@ -14,7 +14,7 @@ extern "C" {
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 
-// What uninstrumented libraries do with memory is their own affair; each of their copies of it would be a race.
+// Libraries that are not instrumented: each of their copies of memory would be reported as a race.
 const char* __tsan_default_suppressions() {
   return "called_from_lib:libnghttp2.so\n"
          "called_from_lib:libabsl_status.so\n"

@@ -1,4 +1,4 @@
-// Where the rows of a request are.
+// The place of a request's rows, in its message or in a lease.
 #ifndef LOGITD_SERVER_RPC_CODECS_PAYLOAD_H_
 #define LOGITD_SERVER_RPC_CODECS_PAYLOAD_H_
 
@@ -16,7 +16,7 @@ struct Payload {
   ByteRange range;  // in the message; of an arena only its size counts
   int64_t rows = 0;
   size_t row_bytes = 0;
-  // Where the rows are if they are not in the message: row r at `arena_offset` + r * `arena_stride`.
+  // The place of rows that are not in the message: row r lies at `arena_offset` + r * `arena_stride`.
   std::shared_ptr<const arena::Arena> arena = nullptr;
   int64_t arena_offset = 0;
   int64_t arena_stride = 0;

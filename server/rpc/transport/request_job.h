@@ -90,8 +90,8 @@ class RequestJob : public engine::Job {
 
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
   bool BeginSubmit();
-  // Submits the job of a ring, which `self` owns, to the engine, unless Drop came before. `alone`:
-  // calls Engine::SubmitAlone, with EndedAlone as its `ended`.
+  // For rings: gives the job, which `self` owns, to the engine. Does nothing after Drop. `alone`: by
+  // Engine::SubmitAlone, with EndedAlone as its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.

@@ -22,7 +22,7 @@ class InteropServer final : private http2::ServerEvents {
  public:
   // `tls`: of connections over TCP; null: none.
   explicit InteropServer(std::shared_ptr<const door::TlsSource> tls = nullptr);
-  // As Shutdown.
+  // Does what Shutdown does.
   ~InteropServer() override;
 
   // Serves from here on: "host:port" (port 0 picks one). Once.
