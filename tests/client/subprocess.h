@@ -31,6 +31,8 @@ class Daemon {
   Daemon(const Daemon&) = delete;
   Daemon& operator=(const Daemon&) = delete;
 
+  int pid() const { return pid_; }
+
  private:
   int pid_ = 0;
 };

@@ -38,27 +38,24 @@ std::string Cut(const std::string& reason) {
   return "logitd_connections_cut_total{reason=\"" + reason + "\"}";
 }
 
-// Small calls, one after another, while attacks run. Each must succeed.
+// Small calls, one after another, while attacks run, at least one. Each must succeed.
 class HonestCaller {
  public:
   explicit HonestCaller(const ServerProcess& server)
       : channel_(Connect(server.tcp())), thread_([this] {
-          while (!stop_) {
+          do {
             const grpc::Status status = SmallTopK(channel_, kPatience);
             EXPECT_TRUE(status.ok()) << status.error_message();
-            ++calls_;
-          }
+          } while (!stop_);
         }) {}
   ~HonestCaller() {
     stop_ = true;
     thread_.join();
-    EXPECT_GT(calls_, 0);
   }
 
  private:
   const std::shared_ptr<grpc::Channel> channel_;
   std::atomic<bool> stop_ = false;
-  std::atomic<int> calls_ = 0;
   std::thread thread_;
 };
 
