@@ -405,7 +405,7 @@ void EndBatches(Parts& parts) {
   // A ring's thread runs batches too.
   if (parts.arenas != nullptr && !parts.arenas->EndRings(kLastBatch)) leave();
   parts.server->Shutdown();
-  if (!parts.engine->WaitIdle(absl::Now() + kLastBatch)) leave();
+  if (!parts.engine->WaitIdle(SteadyNow() + kLastBatch)) leave();
   parts.engine->Stop();
 }
 

@@ -44,8 +44,7 @@ void CountCall(Metrics& metrics, std::string_view op) {
   for (int step = 0; step < 3; ++step) {  // the batch opens, runs and ends
     metrics.Set(Gauge::kSlabsInUse, 1);
     metrics.Set(Gauge::kSlabsKept, 0);
-    metrics.Set(Gauge::kQueuedJobs, 0);
-    metrics.Set(Gauge::kOpenJobs, 1);
+    metrics.Set(Gauge::kQueuedJobs, 1);
   }
   metrics.CountSlice(op, /*device=*/0, /*rows=*/1, 1e-4);
   metrics.CountBatch(op, {.copy_ns = 50'000,

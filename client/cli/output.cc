@@ -383,8 +383,7 @@ std::string Table(const LoadOutput& output) {
                                     load.draining() ? ", draining" : "");
   absl::StrAppendFormat(&out, "calls    %d open, %d of them streams; %d wait unread\n",
                         load.open_calls(), load.open_streams(), load.waiting_calls());
-  absl::StrAppendFormat(&out, "jobs     %d without a place, %d in open batches\n",
-                        load.queued_jobs(), load.open_jobs());
+  absl::StrAppendFormat(&out, "jobs     %d wait for a stream\n", load.queued_jobs());
   absl::StrAppendFormat(&out, "memory   %s of %s held\n", Bytes(load.held_bytes()),
                         Bytes(load.max_held_bytes()));
   if (load.predicted_call_ns() > 0) {

@@ -82,9 +82,14 @@ struct Admission::State {
              options.min_receiving_calls) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
     timer = std::thread([this] { RunTimer(); });
+    moved = options.clock->WhenMoved([this] {
+      MutexLock lock(mutex);
+      timer_wake.Signal();
+    });
   }
 
   ~State() {
+    moved = nullptr;
     {
       MutexLock lock(mutex);
       stopping = true;
@@ -132,7 +137,7 @@ struct Admission::State {
     charge->caller = ask.caller;
     charge->received_bytes = std::move(ask.received_bytes);
     charge->too_slow = std::move(ask.too_slow);
-    charge->granted = absl::Now();
+    charge->granted = options.clock->Now();
     if (const int64_t bytes = Asked(ask).receiving; bytes > 0) {
       charge->turn_bytes = bytes;
       charge->turn_end =
@@ -171,7 +176,7 @@ struct Admission::State {
     while (true) {
       {
         MutexLock lock(mutex);
-        RefuseLate(absl::Now(), answers);
+        RefuseLate(options.clock->Now(), answers);
         while (const auto next = room.Grant()) {
           const auto it = waiters.find(next->waiter);
           deadlines.erase({it->second.ask.deadline, it->first});
@@ -258,6 +263,7 @@ struct Admission::State {
   absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // the timer wakes then
   CondVar timer_wake;
   std::thread timer;
+  std::shared_ptr<void> moved;  // see Clock::WhenMoved
 };
 
 void Admission::State::RunTimer() {
@@ -273,7 +279,7 @@ void Admission::State::RunTimer() {
       mutex.Lock();
       continue;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = options.clock->Now();
     if (!room.IsShort()) {
       waiting_since = look_due = absl::InfiniteFuture();
     } else if (waiting_since == absl::InfiniteFuture()) {
@@ -283,7 +289,7 @@ void Admission::State::RunTimer() {
         std::min(look_due, deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first);
     if (room.waiting() > 0 && !turns.empty()) timer_due = std::min(timer_due, turns.begin()->first);
     if (timer_due > now) {
-      timer_wake.WaitUntil(mutex, timer_due);
+      timer_wake.WaitUntil(mutex, *options.clock, timer_due);
       continue;
     }
     RefuseLate(now, answers);
@@ -416,7 +422,7 @@ bool Admission::Ticket::Comes(RoomAsk ask) {
   }
   if (charge_->between_messages && !ask.received) {
     MutexLock lock(state.mutex);
-    charge_->granted = absl::Now();
+    charge_->granted = admission_->options().clock->Now();
     charge_->received_bytes = std::move(ask.received_bytes);
     charge_->too_slow = std::move(ask.too_slow);
   }
@@ -516,7 +522,7 @@ std::optional<absl::StatusOr<Admission::Ticket>> Admission::State::Decide(RoomAs
     Count(Refusal::kDraining, ask.caller);
     return DrainingError();
   }
-  if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= absl::Now()) {
+  if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= options.clock->Now()) {
     Count(Refusal::kDeadline, ask.caller);
     return LateError();
   }

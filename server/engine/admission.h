@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/base/clock.h"
 #include "server/engine/caller.h"
 
 namespace logitd::engine {
@@ -32,6 +33,7 @@ struct AdmissionOptions {
   // Messages that may always be received at the same time: one core brings about 2 GB/s from a
   // socket, so large messages need several cores to fill the way to a device.
   int min_receiving_calls = 2;
+  Clock* clock = &SteadyClock();  // of deadlines and rates; outlives the admission
 };
 
 // UNAVAILABLE: what a caller gets from the start of the drain.

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_format.h"
 #include "server/engine/heads.h"
+#include "server/engine/waiting.h"
 
 namespace logitd::engine {
 namespace {
@@ -90,6 +91,56 @@ absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options) {
                         spec.rows(), options.slab_answer_bytes));
   }
   return absl::OkStatus();
+}
+
+bool Fits(const Batch& batch, const JobSpec& spec, const EngineOptions& options) {
+  return batch.rows + spec.rows() <= options.max_batch_rows &&
+         batch.payload_bytes + spec.size.payload_bytes <= options.slab_payload_bytes &&
+         batch.answer_bytes + spec.size.answer_bytes <= options.slab_answer_bytes;
+}
+
+void Batch::Begin(KeyQueue* of) {
+  queue = of;
+  key = of->kind->key.key;
+  sharded = IsSharded(key);
+  weight = 0;
+  whole = false;
+  taken_ns = 0;
+  first_deadline = absl::InfiniteFuture();
+  last_deadline = absl::InfinitePast();
+  rows = 0;
+  payload_bytes = 0;
+  answer_bytes = 0;
+  live = 0;
+  gone = 0;
+  kept = false;
+  abandoned = false;
+  slots.clear();
+  progress = Progress();
+}
+
+void Batch::Add(Job* job) {
+  const JobSpec& spec = job->spec();
+  Job::Place& place = job->place_;
+  place.state = Job::Place::State::kInBatch;
+  place.batch = this;
+  place.slot = slots.size();
+  if (slots.empty()) urgency = place.urgency;
+  // Jobs of one caller mostly come one after another.
+  if (slots.empty() || slots.back().caller.id != spec.caller.id) weight += spec.caller.weight;
+  slots.push_back({.job = job,
+                   .first_row = rows,
+                   .rows = spec.rows(),
+                   .caller = spec.caller,
+                   .cost_ns = place.cost_ns,
+                   .left = nullptr});
+  whole = whole || spec.whole;
+  first_deadline = std::min(first_deadline, spec.deadline);
+  last_deadline = std::max(last_deadline, spec.deadline);
+  rows += spec.rows();
+  payload_bytes += spec.size.payload_bytes;
+  answer_bytes += spec.size.answer_bytes;
+  ++live;
 }
 
 }  // namespace logitd::engine

@@ -64,13 +64,9 @@ struct Slot {
 
 // How far a batch has run, and what its stream needs from one slice to the next.
 struct Progress {
-  bool begun = false;  // payload and inputs are on the device; the members up to `outputs` are set
-  bool done = false;   // no slice is left, and Done of all jobs has run
-  // The rows that run, and the slots that hold them: what was left of the batch when it began.
-  size_t first_slot = 0;
-  size_t end_slot = 0;
-  int64_t first_row = 0;
-  int64_t end_row = 0;
+  bool begun = false;   // payload and inputs are on the device; the members up to `outputs` are set
+  bool done = false;    // no slice is left, and Done of all jobs has run
+  int64_t end_row = 0;  // the first row that need not run
   size_t row_stride = 0;
   AxisCounts counts = {};
   int32_t max_row_entries = 0;
@@ -96,51 +92,48 @@ struct Progress {
 
 struct KeyQueue;
 
-inline constexpr int kNoDevice = -1;
-
-// Guarded by the batcher's lock, except while kRunning: then `slots` and `progress` belong to the
+// Guarded by the engine's lock, except while kRunning: then `slots` and `progress` belong to the
 // stream that took it.
 struct Batch {
   enum class State : uint8_t {
     kFree,
-    kOpen,     // jobs of its key may join
-    kSealed,   // complete; ready to run when `copying` is 0
     kRunning,  // a slice
     kPaused,   // between two slices, and ready for the next
     kKept,     // ran; its job still keeps the answer
   };
-  // The host's part is the batch's own for ever. The device's part is that of the device that runs
-  // the batch, from its first slice to its last: until then any device may take the batch.
-  Slab slab;
-  int home = 0;                 // the device that the host's part is near
-  int device = kNoDevice;       // that runs it
-  std::byte* memory = nullptr;  // of that device; given back after the last slice
+
+  // Takes the batch for jobs of `queue`; it has none yet.
+  void Begin(KeyQueue* of);
+  // Gives the job, which waits no longer, its rows.
+  void Add(Job* job);
+
+  Slab slab;       // its own for ever, as is the next
+  int device = 0;  // that runs it
   State state = State::kFree;
+  KeyQueue* queue = nullptr;  // its jobs come from it
   BatchKey key;
   bool sharded = false;  // IsSharded(key); also where the head is gone
-  KeyQueue* queue = nullptr;
-  Urgency urgency;         // the least of its jobs; later slices start later
-  double weight = 0;       // sum over its callers
-  uint64_t opened_by = 0;  // caller of its first job
-  bool whole = false;      // runs in one slice
-  int64_t opened_ns = 0;
-  int64_t taken_ns = 0;                                // by the stream that ran its first slice
+  Urgency urgency;       // the least of its jobs; later slices start later
+  double weight = 0;     // sum over its callers
+  bool whole = false;    // runs in one slice
+  int64_t taken_ns = 0;  // by the stream that ran its first slice
   absl::Time first_deadline = absl::InfiniteFuture();  // no job has an earlier one
   absl::Time last_deadline = absl::InfinitePast();     // nor a later one
-  int64_t rows = 0;  // reserved, by dropped jobs too; so are the next two
+  int64_t rows = 0;                                    // of dropped jobs too; so are the next two
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
-  int copying = 0;    // payload copies not finished, or not begun
-  int copied = 0;     // payload copies finished
   int live = 0;       // slots with a job
   int gone = 0;       // of these, those whose caller has left while it ran
-  bool kept = false;  // by the job, from Keep to TakeBack
-  bool slow = false;  // while kRunning: its slice may take longer than Batcher::kSlowSlice
+  bool kept = false;  // the job keeps the answer
+  bool slow = false;  // while kRunning: its slice may take longer than kSlowSlice
   // While kRunning: no job has a caller any more. Written under the lock, read by the stream.
   std::atomic<bool> abandoned = false;
   std::vector<Slot> slots;
   Progress progress;
 };
+
+// Whether a job of the batch's queue fits beside those it has.
+bool Fits(const Batch& batch, const JobSpec& spec, const EngineOptions& options);
 
 }  // namespace logitd::engine
 

@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "server/base/clock.h"
 #include "server/engine/job.h"
 
 namespace logitd::engine {
@@ -26,24 +27,24 @@ class Metrics;
 // `streams` and `slabs_per_stream` are of each device.
 struct EngineOptions {
   int streams = 2;           // batches that run at once
-  int slabs_per_stream = 2;  // one fills while another runs
+  int slabs_per_stream = 2;  // for batches between two slices, and answers that are sent from them
   // Payload and lists of a batch, and so of the largest request.
   int64_t slab_payload_bytes = int64_t{64} << 20;
   // Outputs of a batch, and so of the largest request.
   int64_t slab_answer_bytes = int64_t{64} << 20;
   int64_t max_batch_rows = 65536;
-  // Longest time that an open batch waits for more requests while a stream is idle.
+  // Jobs wait for others of their key, also while a stream is idle: so long at most.
   absl::Duration max_batch_delay = absl::ZeroDuration();
-  int copy_threads = 2;  // for each device: copy payloads of jobs that had to wait for a slab
   // Every op that a job may have. Slabs have room for the parameters of each.
   absl::Span<const OpTraits* const> ops;
   // Work that takes longer, by estimate, runs in slices of about this time, and other work runs in
   // between. 0: 2 ms on the CPU, where a cut costs little; 25 ms on CUDA, where a launch and its
   // last wave of blocks do.
   absl::Duration max_slice = absl::ZeroDuration();
-  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake. It also
-  // polls while a batch is held for its head.
+  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
+  // Of deadlines and delays. Outlives the engine.
+  Clock* clock = &SteadyClock();
 };
 
 // A batch of which a stream runs a slice.
@@ -75,16 +76,15 @@ class Engine {
   // INVALID_ARGUMENT, with value and limit, if a job of this size can never run.
   virtual absl::Status CheckFits(const JobSpec& spec) const = 0;
 
-  // Runs the job: a place in the open batch of its key, one CopyPayload, a stream, Done. If there is
-  // a slab for it, a small payload is copied inside this call. Otherwise a copy thread copies it
-  // later. Done runs exactly once, possibly before Submit returns, with OK or
+  // Runs the job: it waits until a stream is free, shares a batch with others of its key, and is Done.
+  // Done runs exactly once, possibly before Submit returns, with OK or
   //
   //   DEADLINE_EXCEEDED  the deadline passed before its last slice began
   //   CANCELLED          Cancel came before its last slice ended
   //   UNAVAILABLE        a device failed for its batch, none is left, or the engine has stopped
   //   INVALID_ARGUMENT   the job can never run: see CheckFits
   //
-  // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a slab, a stream,
+  // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a stream,
   // the next slice. A batch goes to the device that is free first, and stays there once it has begun.
   // Among jobs of one priority the callers share the streams by weight, counted in
   // estimated time; jobs of one caller go in the order in which they came, the short ones and

@@ -218,13 +218,13 @@ class Job {
   // Constant from Submit on.
   virtual const JobSpec& spec() const = 0;
 
-  // Copies the payload, if it has no place, to `dst`, row r to dst + r * row_stride. At most once, before WriteInputs.
-  // The job may free its copy of the payload afterwards. A job of an exclusive op may fill its
-  // inputs here too: they lie where LayOut puts them after the payload.
-  virtual void CopyPayload(std::byte* dst, size_t row_stride) = 0;
+  // Copies the payload to `dst`, row r to dst + r * row_stride, unless it has a place. Once, when its
+  // batch begins, before WriteInputs. A job of an exclusive op also fills inputs that have no place:
+  // they lie where LayOut puts them after the payload.
+  virtual void CopyRowsTo(std::byte* dst, size_t row_stride) = 0;
 
   // Where the payload lies, then inputs 0, 1, ... of an exclusive op, as far as there are any. What
-  // has a place is neither written by CopyPayload nor by WriteInputs: the batch's first slice copies
+  // has a place is neither written by CopyRowsTo nor by WriteInputs: the batch's first slice copies
   // it, and whoever writes it meanwhile changes no rows but these. Constant from Submit on.
   virtual absl::Span<const RowsPlace> places() const { return {}; }
 
@@ -243,9 +243,13 @@ class Job {
   virtual void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) = 0;
 
  private:
-  friend class Batcher;
+  friend class Scheduler;
+  friend class WaitingJobs;
+  friend class RunningBatches;
+  friend struct Batch;
+  friend struct JobList;
   friend struct QueueLinks;
-  friend struct AllLinks;
+  friend struct LaneLinks;
 
   // Neighbours in a heap; see fair_queue.h.
   struct HeapLinks {
@@ -259,34 +263,40 @@ class Job {
   struct Place {
     enum class State : uint8_t {
       kNew,      // not submitted
-      kPending,  // no slab has room
-      kPlaced,   // has rows in a batch; its payload waits for a copy thread
-      kCopying,  // a thread is inside CopyPayload
-      kCopied,   // in its batch, to run with it
+      kWaiting,  // in its queue
+      kInBatch,  // that has begun
       kDone,     // ended, or about to
     };
-    // Written under the batcher's lock, except the last step, kDone, which the stream takes before
-    // it gives the batch back.
+    // Written under the engine's lock, except the last step, kDone, which the stream takes before it
+    // gives the batch back.
     std::atomic<State> state = State::kNew;
-    bool dropped = false;  // while kCopying: ends with `why` as soon as the copy returns
-    bool begun = false;    // it was dropped after a slice of its batch
+    bool begun = false;  // it was dropped after a slice of its batch
     // Its caller left while its batch ran: it ends after the slice. Written under the lock.
     std::atomic<bool> gone = false;
-    absl::StatusCode why = absl::StatusCode::kOk;
-    size_t slot = 0;            // index in the batch
-    Batch* batch = nullptr;     // from kPlaced on
-    KeyQueue* queue = nullptr;  // while kPending
+    absl::Status ending;  // where it ends without its last slice
+    KeyQueue* queue = nullptr;
+    Batch* batch = nullptr;  // while kInBatch
+    size_t slot = 0;         // index in the batch
     Urgency urgency;
     double cost_ns = 0;  // as estimated when it was submitted
     int64_t submitted_ns = 0;
-    int64_t copy_ns = 0;
     Job* previous = nullptr;  // neighbours in the one list the job is in
     Job* next = nullptr;
-    HeapLinks in_queue;  // while kPending: among jobs of the same queue, and of all queues
-    HeapLinks in_all;
+    HeapLinks in_queue;  // while kWaiting
+    HeapLinks in_lane;
     std::shared_ptr<Job> self;  // keeps the job from Submit to Done
   };
   Place place_;
+};
+
+// Jobs linked through Place::previous and next. A job is in one such list at most.
+struct JobList {
+  void PushBack(Job* job);
+  void Remove(Job* job);
+  Job* PopFront();
+  Job* first = nullptr;
+  Job* last = nullptr;
+  int64_t size = 0;
 };
 
 }  // namespace logitd::engine

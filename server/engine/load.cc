@@ -152,11 +152,11 @@ std::optional<double> Slowness::Predict(double ahead, double deviations) const {
   return ahead * std::exp(mean_ + deviations * deviation_);
 }
 
-Load::Load(const Costs* costs, Metrics* metrics, Clock clock, const Devices* devices,
+Load::Load(const Costs* costs, Metrics* metrics, const Clock& clock, const Devices* devices,
            int short_calls)
     : costs_(costs),
       metrics_(metrics),
-      clock_(std::move(clock)),
+      clock_(clock),
       devices_(devices),
       short_calls_(short_calls) {}
 
@@ -287,7 +287,7 @@ Load::Decision Load::Decide(const Call& call, absl::Time now) {
 }
 
 absl::Status Load::Begin(const Call& call, Work* work) {
-  const absl::Time now = clock_();
+  const absl::Time now = clock_.Now();
   MutexLock lock(mutex_);
   const Decision decision = Decide(call, now);
   if (decision.refused.has_value()) {
@@ -316,7 +316,7 @@ absl::Status Load::Begin(const Call& call, Work* work) {
 }
 
 absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spec) {
-  const absl::Time now = clock_();
+  const absl::Time now = clock_.Now();
   const int64_t cost = CostOf(*work->op_, message_bytes);
   const int64_t job_cost = std::max<int64_t>(
       costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
@@ -352,7 +352,7 @@ absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spe
 }
 
 void Load::End(Work* work, bool complete) {
-  const absl::Time now = clock_();
+  const absl::Time now = clock_.Now();
   MutexLock lock(mutex_);
   const auto it = callers_.find(work->caller_.id);
   CallerWork& caller = it->second;

@@ -109,8 +109,6 @@ class Slowness {
 // Measured: bench/results/cpu/overload_lines.json.
 class Load {
  public:
-  using Clock = std::function<absl::Time()>;
-
   static constexpr absl::Duration kShortLine = absl::Seconds(5);
   static constexpr double kShortTime = 0.03;
   static constexpr int kShortCalls = 8;
@@ -120,7 +118,7 @@ class Load {
 
   // `costs`, `metrics` and `devices` may be null; otherwise they outlive this. Without `devices`
   // there is one.
-  Load(const Costs* costs, Metrics* metrics, Clock clock = absl::Now,
+  Load(const Costs* costs, Metrics* metrics, const Clock& clock = SteadyClock(),
        const Devices* devices = nullptr, int short_calls = kShortCalls);
 
   struct Call {
@@ -232,7 +230,7 @@ class Load {
 
   const Costs* const costs_;
   Metrics* const metrics_;
-  const Clock clock_;
+  const Clock& clock_;
   const Devices* const devices_;
   const int short_calls_;
   mutable Mutex mutex_;

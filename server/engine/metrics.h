@@ -76,8 +76,7 @@ enum class Gauge {
   kHeldBytes,       // logitd_held_bytes: host memory charged to calls
   kHeldBytesLimit,  // logitd_held_bytes_limit: the most that may be charged
   kWaitingCalls,    // logitd_waiting_calls: calls left unread until room or their turn comes
-  kQueuedJobs,      // logitd_queued_jobs: jobs without a place in a slab
-  kOpenJobs,        // logitd_open_jobs: jobs with a place, whose batch does not run yet
+  kQueuedJobs,      // logitd_queued_jobs: jobs that wait for a stream
   kSlabsInUse,      // logitd_slabs_in_use: slabs that hold a batch
   kSlabs,           // logitd_slabs: all slabs
   kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent

@@ -9,9 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/status_macros.h"
-#include "server/engine/batcher.h"
 #include "server/engine/costs.h"
 #include "server/engine/heads.h"
+#include "server/engine/scheduler.h"
 
 namespace logitd::engine {
 namespace {
@@ -28,21 +28,9 @@ using Copies = absl::InlinedVector<RowsCopy, 16>;  // one for each job whose row
 
 void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswer& answer,
             JobTimes* times) {
-  Batcher::Finish(slot.job, status, answer, batch.taken_ns, times);
+  Scheduler::Finish(slot.job, status, answer, batch.taken_ns, times);
   slot.job = nullptr;
   ++batch.progress.finished;
-}
-
-// Ends the jobs that are late.
-void EndLate(Batch& batch) {
-  if (batch.first_deadline == absl::InfiniteFuture()) return;
-  const absl::Time now = absl::Now();
-  for (Slot& slot : batch.slots) {
-    if (slot.job == nullptr || slot.job->spec().deadline > now) continue;
-    JobTimes times;
-    Finish(batch, slot, absl::DeadlineExceededError("the deadline passed before a stream was free"),
-           JobAnswer{}, &times);
-  }
 }
 
 // Takes dropped jobs off both ends of what is left of the batch.
@@ -51,9 +39,9 @@ void Trim(const Batch& batch, Progress& progress) {
     return slot.job == nullptr || slot.first_row + slot.rows <= progress.next_row;
   };
   // Jobs whose rows have all run still wait for their answers, so only rows are skipped.
-  size_t next = progress.first_slot;
-  while (next < progress.end_slot && is_done(batch.slots[next])) ++next;
-  size_t end = progress.end_slot;
+  size_t next = 0;
+  while (next < batch.slots.size() && is_done(batch.slots[next])) ++next;
+  size_t end = batch.slots.size();
   while (end > next && is_done(batch.slots[end - 1])) --end;
   if (next == end) {
     progress.next_row = progress.end_row;
@@ -61,20 +49,6 @@ void Trim(const Batch& batch, Progress& progress) {
   }
   progress.next_row = std::max(progress.next_row, batch.slots[next].first_row);
   progress.end_row = batch.slots[end - 1].first_row + batch.slots[end - 1].rows;
-}
-
-// Finds the rows that run. False: no job is left.
-bool FindRows(const Batch& batch, Progress& progress) {
-  size_t first = 0;
-  size_t end = batch.slots.size();
-  while (first < end && batch.slots[first].job == nullptr) ++first;
-  while (end > first && batch.slots[end - 1].job == nullptr) --end;
-  if (first == end) return false;
-  progress.first_slot = first;
-  progress.end_slot = end;
-  progress.first_row = progress.next_row = batch.slots[first].first_row;
-  progress.end_row = batch.slots[end - 1].first_row + batch.slots[end - 1].rows;
-  return true;
 }
 
 // Where in its array a job's slice starts.
@@ -87,14 +61,24 @@ void Advance(const AxisCounts& counts, AxisCounts* first) {
   for (size_t axis = kRowAxis + 1; axis < kMaxAxes; ++axis) (*first)[axis] += counts[axis];
 }
 
-// Writes the inputs after the payload and lays out the outputs.
+// Copies rows that have no place to the slab.
+void GatherRows(const Batch& batch, Progress& plan) {
+  const int64_t begun_ns = MonotonicNanos();
+  for (const Slot& slot : batch.slots) {
+    slot.job->CopyRowsTo(batch.slab.host + static_cast<size_t>(slot.first_row) * plan.row_stride,
+                         plan.row_stride);
+  }
+  plan.times.copy_ns = MonotonicNanos() - begun_ns;
+}
+
+// Gathers the rows, writes the inputs after them and lays out the outputs.
 void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
   const OpTraits& op = *batch.key.op;
+  plan.end_row = batch.rows;
   plan.row_stride = RowStride(batch.key);
-  plan.counts[kRowAxis] = plan.end_row - plan.first_row;
-  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
-    if (batch.slots[i].job == nullptr) continue;
-    const JobSpec& spec = batch.slots[i].job->spec();
+  for (const Slot& slot : batch.slots) {
+    const JobSpec& spec = slot.job->spec();
+    plan.counts[kRowAxis] += slot.rows;
     Advance(spec.counts, &plan.counts);
     plan.max_row_entries = std::max(plan.max_row_entries, spec.max_row_entries);
     plan.wanted |= spec.wanted;
@@ -106,19 +90,15 @@ void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
   const size_t in_place = plan.in_place ? 1 : 0;  // outputs, at offset 0 of the payload
   plan.answer_end = LayOut(op.outputs.subspan(in_place), plan.counts, layout.answer_offset,
                            plan.outputs.data() + in_place);
+  GatherRows(batch, plan);
 
   AxisCounts first = {};
   Pointers inputs;
-  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
-    const Slot& slot = batch.slots[i];
-    first[kRowAxis] = slot.first_row - plan.first_row;
+  for (const Slot& slot : batch.slots) {
+    first[kRowAxis] = slot.first_row;
     for (size_t a = 0; a < op.inputs.size(); ++a) {
       inputs[a] = batch.slab.host + plan.inputs[a] + SliceOffset(op.inputs[a], first);
-      if (slot.job == nullptr && op.inputs[a].axis == kRowAxis) {
-        std::memset(inputs[a], 0, static_cast<size_t>(slot.rows) * op.inputs[a].bytes);
-      }
     }
-    if (slot.job == nullptr) continue;
     slot.job->WriteInputs(absl::MakeConstSpan(inputs.data(), op.inputs.size()), first);
     Advance(slot.job->spec().counts, &first);
   }
@@ -176,9 +156,7 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
   const size_t stride = plan.row_stride;
   Uploads uploads(stream, batch.slab);
   Copies copies;
-  for (size_t i = plan.first_slot; i < plan.end_slot; ++i) {
-    const Slot& slot = batch.slots[i];
-    if (slot.job == nullptr) continue;
+  for (const Slot& slot : batch.slots) {
     const size_t begin = static_cast<size_t>(slot.first_row) * stride;
     if (const RowsPlace place = PlaceOf(*slot.job, 0); place.data != nullptr) {
       AddCopy(place, batch, begin, stride, &copies);
@@ -187,8 +165,7 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
     }
   }
   size_t begin = static_cast<size_t>(plan.end_row) * stride;  // where the inputs start
-  const Job* const only =
-      batch.key.op->exclusive_batch ? batch.slots[plan.first_slot].job : nullptr;
+  const Job* const only = batch.key.op->exclusive_batch ? batch.slots.front().job : nullptr;
   for (size_t a = 0; only != nullptr && a + 1 < only->places().size(); ++a) {
     const RowsPlace place = PlaceOf(*only, a + 1);
     if (place.data == nullptr) continue;
@@ -205,7 +182,7 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
 absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
   const Progress& plan = batch.progress;
   const OpTraits& op = *batch.key.op;
-  const int64_t first_row = plan.next_row - plan.first_row;
+  const int64_t first_row = plan.next_row;
   const AxisCounts skipped = {first_row};
   Pointers inputs;
   Pointers outputs;
@@ -239,7 +216,7 @@ absl::Status Download(Stream& stream, const Batch& batch, const SlabLayout& layo
   size_t begin = layout.answer_offset;
   if (op.exclusive_batch) {
     const size_t bytes = static_cast<size_t>(plan.counts[op.outputs[0].axis]) * op.outputs[0].bytes;
-    const Job* const job = batch.slots[plan.first_slot].job;
+    const Job* const job = batch.slots.front().job;
     std::byte* const place = job == nullptr ? nullptr : job->answer_place();
     if (place != nullptr) {
       LOGITD_RETURN_IF_ERROR(stream.Deliver(place, batch.slab.device + plan.outputs[0], bytes));
@@ -262,7 +239,7 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
 // What a job gets whose rows have run. Where the batch was abandoned, its answer is not complete.
 absl::Status EndOf(const Batch& batch, const Job& job) {
   const bool abandoned = batch.abandoned.load(std::memory_order_acquire);
-  if (Batcher::IsGone(job)) return absl::CancelledError("cancelled while it ran");
+  if (Scheduler::IsGone(job)) return absl::CancelledError("cancelled while it ran");
   if (abandoned) {
     return absl::DeadlineExceededError("the deadline passed while it ran");
   }
@@ -277,14 +254,13 @@ void FinishAll(Batch& batch, const absl::Status& failure,
   const absl::Span<const Array> outputs = batch.key.op->outputs;
   std::array<absl::Span<const std::byte>, kMaxArrays> answers;
   AxisCounts first = {};
-  for (size_t i = progress.first_slot; i < progress.end_slot; ++i) {
-    Slot& slot = batch.slots[i];
+  for (Slot& slot : batch.slots) {
     if (slot.job == nullptr) {
       if (slot.left != nullptr) Advance(*slot.left, &first);
       continue;
     }
     const AxisCounts counts = slot.job->spec().counts;  // the job may be gone after Finish
-    first[kRowAxis] = slot.first_row - progress.first_row;
+    first[kRowAxis] = slot.first_row;
     for (size_t a = 0; a < outputs.size(); ++a) {
       answers[a] = absl::MakeConstSpan(
           batch.slab.host + progress.outputs[a] + SliceOffset(outputs[a], first),
@@ -307,18 +283,18 @@ void FinishAll(Batch& batch, const absl::Status& failure,
 
 }  // namespace
 
-int64_t RowsOfSlice(const Batch& batch, int64_t left, double row_ns, const SliceRules& rules) {
-  if (batch.whole || left == 0) return left;
-  const int64_t step = batch.key.head != nullptr ? rules.linear_rows : 1;
+int64_t RowsOfSlice(const BatchKey& key, bool whole, int64_t left, double row_ns,
+                    const SliceRules& rules) {
+  if (whole || left == 0) return left;
+  const int64_t step = key.head != nullptr ? rules.linear_rows : 1;
   int64_t rows = 1;
-  if (batch.progress.row_ns > 0) row_ns = batch.progress.row_ns;
   if (row_ns > 0) {
     const double slices =
         std::round(static_cast<double>(left) * row_ns / static_cast<double>(rules.max_slice_ns));
     if (slices <= 1) return left;
     rows = static_cast<int64_t>(std::ceil(static_cast<double>(left) / slices));
-  } else if (batch.key.head == nullptr) {
-    rows = kUnknownSliceBytes / static_cast<int64_t>(RowStride(batch.key));
+  } else if (key.head == nullptr) {
+    rows = kUnknownSliceBytes / static_cast<int64_t>(RowStride(key));
   }
   return std::min(left, (std::max<int64_t>(rows, 1) + step - 1) / step * step);
 }
@@ -333,19 +309,15 @@ absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules
   progress.slice_ns = 0;
   progress.finished = 0;
   if (first) {
-    EndLate(batch);
-    if (!FindRows(batch, progress)) {
-      progress.done = true;
-      return absl::OkStatus();
-    }
     Prepare(batch, layout, progress);
     progress.begun = true;
   } else {
     Trim(batch, progress);
   }
 
+  const double row_ns = progress.row_ns > 0 ? progress.row_ns : costs.PerRow(batch.key);
   const int64_t rows =
-      RowsOfSlice(batch, progress.end_row - progress.next_row, costs.PerRow(batch.key), rules);
+      RowsOfSlice(batch.key, batch.whole, progress.end_row - progress.next_row, row_ns, rules);
   stream.Watch(&batch.abandoned);
   absl::Status status = Enqueue(stream, batch, layout, first, rows);
   // Also after an error: what was enqueued before it still uses the slab.

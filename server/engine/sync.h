@@ -67,13 +67,11 @@ class CondVar {
     lock.release();
   }
 
-  void WaitUntil(Mutex& mutex, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    if (deadline == absl::InfiniteFuture()) return Wait(mutex);
-    // A far deadline overflows the clock's representation. An early wake is allowed.
-    const absl::Time until = std::min(deadline, absl::Now() + absl::Hours(1));
-    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
-    condition_.wait_until(lock, absl::ToChronoTime(until));
-    lock.release();
+  void WaitUntil(Mutex& mutex, const Clock& clock, absl::Time time)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    const absl::Duration most = clock.SleepUntil(absl::ToUnixNanos(time));
+    if (most == absl::InfiniteDuration()) return Wait(mutex);
+    WaitFor(mutex, most);
   }
 
   // At most so long, on the clock that never goes back.

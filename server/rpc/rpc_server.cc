@@ -73,7 +73,7 @@ class RpcServerImpl final : public RpcServer, private http2::ServerEvents {
   RpcServerImpl(const RpcServerOptions& options, engine::Admission* admission,
                 engine::Engine* engine, engine::Heads* heads, engine::Metrics* metrics)
       : door_metrics_(options.door_metrics),
-        load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
+        load_(&engine->costs(), metrics, SteadyClock(), &engine->devices(),
               engine::Load::ShortCallsFor(UsableCores())),
         log_(options.slow_call),
         tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1,

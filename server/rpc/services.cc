@@ -143,7 +143,6 @@ v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
   load.set_open_streams(metrics.Get(engine::Gauge::kOpenStreams));
   load.set_waiting_calls(metrics.Get(engine::Gauge::kWaitingCalls));
   load.set_queued_jobs(metrics.Get(engine::Gauge::kQueuedJobs));
-  load.set_open_jobs(metrics.Get(engine::Gauge::kOpenJobs));
   load.set_held_bytes(admission.held_bytes());
   load.set_max_held_bytes(admission.options().max_held_bytes);
   if (const auto predicted = environment.load->PredictNext()) {

@@ -74,10 +74,10 @@ TEST(LifeTest, ASecondSignalEndsTheDrain) {
 
 TEST(LifeTest, TheEndOfTheGraceCutsCallsShort) {
   ServerProcess server({"--drain-grace=200ms", "--max-batch-delay=1m"});
-  GenericCall waits(Connect(server.tcp()), kTopK);  // in an open batch
+  GenericCall waits(Connect(server.tcp()), kTopK);  // its queue is not due
   ASSERT_TRUE(waits.Start());
   ASSERT_TRUE(waits.Write(ToBuffer(Request({1, 2}, 1, 1).SerializeAsString()), /*last=*/true));
-  ASSERT_TRUE(server.WaitForMetric("logitd_open_jobs", '=', 1));
+  ASSERT_TRUE(server.WaitForMetric("logitd_queued_jobs", '=', 1));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.Wait(kPatience), 0) << server.Log();
   EXPECT_THAT(server.Log(), HasSubstr("1 calls cut short"));

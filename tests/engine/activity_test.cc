@@ -105,7 +105,7 @@ TEST(ActivityTest, TheEngineTellsItOfEverySlice) {
   const Activity& activity = (*engine)->activity();
   EXPECT_GE(activity.Stalled(MonotonicNanos()), absl::Milliseconds(20));
   backend.Release();
-  (*engine)->WaitIdle(absl::Now() + absl::Seconds(20));
+  (*engine)->WaitIdle(SteadyNow() + absl::Seconds(20));
   (*engine)->Stop();
   EXPECT_EQ(activity.Stalled(MonotonicNanos()), absl::ZeroDuration());
   EXPECT_GT(activity.Read(MonotonicNanos()).busy, 0);

@@ -122,7 +122,7 @@ TEST_P(AdmissionScenarioTest, Runs) {
     if (verb == "enter") {
       const absl::Time deadline = number.empty()
                                       ? absl::InfiniteFuture()
-                                      : absl::Now() + absl::Milliseconds(std::stoi(number));
+                                      : SteadyNow() + absl::Milliseconds(std::stoi(number));
       const uint64_t id = static_cast<uint64_t>(name[0]);
       asked.insert(name);
       caller.Enter(admission, {.caller = {.id = id}, .deadline = deadline});
@@ -299,7 +299,7 @@ TEST(AdmissionTest, AStormNeverHoldsMoreThanAllowed) {
             Call& call = calls[static_cast<size_t>(t * kCalls + i)];
             const absl::Time deadline = below(2) == 0
                                             ? absl::InfiniteFuture()
-                                            : absl::Now() + absl::Microseconds(below(300));
+                                            : SteadyNow() + absl::Microseconds(below(300));
             const Admission::WaiterId id =
                 admission.Enter({.caller = {.id = random() % 3},
                                  .deadline = deadline,

@@ -57,7 +57,7 @@ class EngineAloneTest : public ::testing::Test {
     auto job = Job();
     engine_->Submit(job);
     ASSERT_TRUE(job->Wait().ok());
-    ASSERT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+    ASSERT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20)));
   }
 
   FakeBackend backend_;
@@ -68,7 +68,7 @@ class EngineAloneTest : public ::testing::Test {
 TEST_F(EngineAloneTest, TheOnlyJobRunsOnTheThreadThatSubmitsIt) {
   Warm();
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(RunsHere(Job())) << i;
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20)));
 }
 
 TEST_F(EngineAloneTest, AJobOfUnknownTimeRunsOnAStreamsThread) { EXPECT_FALSE(RunsHere(Job())); }
@@ -114,7 +114,7 @@ TEST_F(EngineAloneTest, OtherJobsGoOnWhileAStreamIsLent) {
     for (const auto& job : others) EXPECT_TRUE(job->Wait().ok());
     thread.join();
     EXPECT_TRUE(alone->Wait().ok());
-    EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20))) << round;
+    EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20))) << round;
   }
 }
 
@@ -173,7 +173,7 @@ TEST_F(EngineAloneTest, LoansComeAndGo) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20)));
   EXPECT_GT(here, 0);
   EXPECT_LT(here, kThreads * kJobs);
 }

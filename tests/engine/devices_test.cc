@@ -73,7 +73,7 @@ class DevicesTest : public ::testing::Test {
 
   FakeBackend& device(int i) { return *backends_[static_cast<size_t>(i)]; }
   size_t Ran(int i) { return device(i).log().size(); }
-  bool Idle() { return engine_->WaitIdle(absl::Now() + absl::Seconds(20)); }
+  bool Idle() { return engine_->WaitIdle(SteadyNow() + absl::Seconds(20)); }
 
   // Waits until `count` devices run a batch each.
   void WaitUntilBusy(int count) {
@@ -125,7 +125,7 @@ TEST_F(DevicesTest, WorkThatWaitsGoesToTheDeviceThatIsFreeFirst) {
   device(1).Release();
   while (device(1).log().size() < 39) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_EQ(Ran(0), 1);
-  EXPECT_FALSE(engine_->WaitIdle(absl::Now() + absl::Milliseconds(20)));
+  EXPECT_FALSE(engine_->WaitIdle(SteadyNow() + absl::Milliseconds(20)));
   device(0).Release();
   EXPECT_TRUE(Idle());
   EXPECT_EQ(Ran(0), 1);
@@ -426,7 +426,7 @@ TEST_F(DevicesTest, ADeviceUsesItsOwnCopyOfAHead) {
       spec_.counts[kDigestRows] = 1;
       spec_.size = SizeOfJob(spec_);
     }
-    void CopyPayload(std::byte* dst, size_t) override { std::memset(dst, 0, 16); }
+    void CopyRowsTo(std::byte* dst, size_t) override { std::memset(dst, 0, 16); }
     void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts&) override {
       const DigestRow row{.first_entry = 0, .first_note = 0, .entries = 0, .notes = 0, .tag = 1};
       std::memcpy(inputs[0], &row, sizeof(row));
@@ -508,7 +508,6 @@ TEST_P(DevicesStormTest, EveryJobEndsOnceAndRight) {
   if (seed > 2) options.max_slice = absl::Microseconds(60);
   options.streams = seed % 3 == 0 ? 1 : 2;
   options.slabs_per_stream = 2;
-  options.copy_threads = 2;
   options.max_batch_rows = 16;
   options.slab_payload_bytes = 256;
   options.slab_answer_bytes = 512;
@@ -534,7 +533,7 @@ TEST_P(DevicesStormTest, EveryJobEndsOnceAndRight) {
                              .notes_per_row = static_cast<int32_t>(below(6)),
                              .caller = {.id = below(3), .weight = 1.0 + below(2)}};
         if (below(4) == 0) shape.caller.priority = Priority::kBatch;
-        if (below(8) == 0) shape.deadline = absl::Now() + absl::Microseconds(below(2000));
+        if (below(8) == 0) shape.deadline = SteadyNow() + absl::Microseconds(below(2000));
         mine[i] = std::make_shared<TestJob>(shape);
         (*engine)->Submit(mine[i]);
         if (below(6) == 0) (*engine)->Cancel(*mine[below(i + 1)]);
@@ -543,7 +542,7 @@ TEST_P(DevicesStormTest, EveryJobEndsOnceAndRight) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE((*engine)->WaitIdle(absl::Now() + absl::Seconds(30)));
+  EXPECT_TRUE((*engine)->WaitIdle(SteadyNow() + absl::Seconds(30)));
   // Those that are left still do everything.
   auto last = std::make_shared<TestJob>(TestJob::Shape{});
   (*engine)->Submit(last);

@@ -293,14 +293,14 @@ TEST(FairRoomTest, ASlowMessageIsToldOnlyWhileOthersWait) {
   absl::SleepFor(absl::Milliseconds(700));
   EXPECT_FALSE(told.WaitFor(1, absl::ZeroDuration()));
   Peer waits(&admission, 2);
-  const absl::Time since = absl::Now();
+  const absl::Time since = SteadyNow();
   EXPECT_TRUE(told.WaitFor(1));
-  EXPECT_GE(absl::Now() - since, absl::Milliseconds(450));
+  EXPECT_GE(SteadyNow() - since, absl::Milliseconds(450));
   EXPECT_THAT(told.texts()[0], HasSubstr("allowed 1000 ms while other calls wait"));
   // It is told again while it holds its room, but not at once, and it is counted once.
-  const absl::Time first = absl::Now();
+  const absl::Time first = SteadyNow();
   EXPECT_TRUE(told.WaitFor(2));
-  EXPECT_GE(absl::Now() - first, Admission::kAgain - absl::Milliseconds(200));
+  EXPECT_GE(SteadyNow() - first, Admission::kAgain - absl::Milliseconds(200));
   EXPECT_THAT(Scrape(metrics),
               HasSubstr("logitd_refused_total{identity=\"none\",reason=\"slow_receive\"} 1\n"));
   slow.Leave();
@@ -313,10 +313,10 @@ TEST(FairRoomTest, AConnectionMayReceiveWhatItsProgressSufficesFor) {
   AdmissionOptions options = Rooms(4);
   options.min_receive_rate = 10 * kMiB;
   Admission admission(options, nullptr);
-  const absl::Time start = absl::Now();
+  const absl::Time start = SteadyNow();
   // 25 MiB/s suffice for two messages of 10 MiB/s.
   const auto fast = [start] {
-    return static_cast<int64_t>(absl::ToDoubleSeconds(absl::Now() - start) * 25 * kMiB);
+    return static_cast<int64_t>(absl::ToDoubleSeconds(SteadyNow() - start) * 25 * kMiB);
   };
   Peer a(&admission, 1, told.Ask("a", fast));
   Peer b(&admission, 1, told.Ask("b", fast));
@@ -349,9 +349,9 @@ TEST(FairRoomTest, AConnectionIsNotTooSlowWhileItsBytesWaitUnread) {
   Peer waits(&admission, 2);
   EXPECT_FALSE(told.WaitFor(1, absl::Milliseconds(1200)));
   unread = false;  // from here on it is the peer that is silent
-  const absl::Time since = absl::Now();
+  const absl::Time since = SteadyNow();
   EXPECT_TRUE(told.WaitFor(1));
-  EXPECT_GE(absl::Now() - since, absl::Milliseconds(450));
+  EXPECT_GE(SteadyNow() - since, absl::Milliseconds(450));
   late.Leave();
   EXPECT_TRUE(waits.WaitIn());
   admission.BeginDrain();
@@ -377,10 +377,10 @@ TEST(FairRoomTest, RoomOfIdleStreamsIsTakenBackWhileOthersWait) {
   const int64_t held = admission.held_bytes();
   absl::SleepFor(absl::Milliseconds(700));
   EXPECT_EQ(admission.held_bytes(), held);
-  const absl::Time since = absl::Now();
+  const absl::Time since = SteadyNow();
   Peer honest(&admission, 9);
   EXPECT_TRUE(honest.WaitIn());
-  EXPECT_LT(absl::Now() - since, absl::Milliseconds(400));
+  EXPECT_LT(SteadyNow() - since, absl::Milliseconds(400));
   // The message of such a stream has to ask for its room again.
   EXPECT_FALSE(idle[0].ticket().Received(kMiB));
   honest.Leave();
@@ -403,8 +403,8 @@ TEST(FairRoomTest, RoomOfAMessageThatComesIsNotTakenBack) {
   std::deque<Peer> others;
   for (uint64_t i = 10; i < 20; ++i) others.emplace_back(&admission, i);
   const int64_t full = admission.held_bytes();
-  const absl::Time end = absl::Now() + absl::Seconds(20);
-  while (admission.held_bytes() == full && absl::Now() < end) {
+  const absl::Time end = SteadyNow() + absl::Seconds(20);
+  while (admission.held_bytes() == full && SteadyNow() < end) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_FALSE(idle[3].ticket().Comes({.bytes = kMiB})) << "it was taken back";

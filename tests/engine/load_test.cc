@@ -13,6 +13,7 @@
 #include "server/engine/metrics.h"
 #include "tests/engine/test_job.h"
 #include "tests/fake_backend.h"
+#include "tests/manual_clock.h"
 
 namespace logitd::engine {
 namespace {
@@ -98,7 +99,8 @@ class LoadTest : public ::testing::Test {
 
   absl::Status Begin(uint64_t caller, absl::Duration left, Load::Work* work) {
     return load_.Begin(
-        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = now_ + left}, work);
+        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = clock_.Now() + left},
+        work);
   }
 
   // One call of `caller` in 10 ms, or what it `takes`, if it is let in.
@@ -107,7 +109,7 @@ class LoadTest : public ::testing::Test {
     Load::Work work;
     if (!Begin(caller, left, &work).ok()) return false;
     EXPECT_TRUE(work.Arrived(1000, spec_).ok());
-    now_ += takes;
+    clock_.Advance(takes);
     work.End(true);
     return true;
   }
@@ -133,9 +135,9 @@ class LoadTest : public ::testing::Test {
   }
 
   static constexpr OpTraits kOp = {.name = "op"};
-  absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
+  ManualClock clock_;
   Metrics metrics_{{}};
-  Load load_{/*costs=*/nullptr, &metrics_, [this] { return now_; }};
+  Load load_{/*costs=*/nullptr, &metrics_, clock_};
   JobSpec spec_{.key = {.op = &kOp}, .counts = {1}};
 };
 
@@ -164,16 +166,16 @@ TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
 TEST_F(LoadTest, DevicesShareTheWorkOfOtherCallsAndALostOneDoesNone) {
   FakeBackend first, second;
   Devices devices({&first, &second});
-  Load load(/*costs=*/nullptr, &metrics_, [this] { return now_; }, &devices);
+  Load load(/*costs=*/nullptr, &metrics_, clock_, &devices);
   const auto begin = [&](absl::Duration left, Load::Work* work) {
-    return load.Begin({.caller = {.id = 1}, .op = &kOp, .bytes = 1000, .deadline = now_ + left},
-                      work);
+    return load.Begin(
+        {.caller = {.id = 1}, .op = &kOp, .bytes = 1000, .deadline = clock_.Now() + left}, work);
   };
   for (int i = 0; i < 100; ++i) {
     Load::Work work;
     ASSERT_TRUE(begin(absl::InfiniteDuration(), &work).ok());
     ASSERT_TRUE(work.Arrived(1000, spec_).ok());
-    now_ += kTakes;
+    clock_.Advance(kTakes);
     work.End(true);
   }
   std::deque<Load::Work> works;
@@ -194,7 +196,7 @@ TEST_F(LoadTest, DevicesShareTheWorkOfOtherCallsAndALostOneDoesNone) {
   EXPECT_NEAR(absl::ToDoubleMilliseconds(*load.PredictNext()), 20, 2);
   Load::Work late;
   EXPECT_TRUE(absl::IsResourceExhausted(begin(absl::Milliseconds(200), &late)));
-  now_ += Load::kShortLine;
+  clock_.Advance(Load::kShortLine);
   while (works.size() > 10) works.pop_back();
   EXPECT_NEAR(fill(), 16, 2);
 }
@@ -323,7 +325,7 @@ TEST_F(LoadTest, TheLineStaysShortAsLongAsItsCallsAreRefused) {
   const int all = Fill(1, absl::Seconds(4), &works);
   for (int i = 0; i < 5; ++i) {
     Drain(&works, 2);
-    now_ += Load::kShortLine - absl::Milliseconds(1);
+    clock_.Advance(Load::kShortLine - absl::Milliseconds(1));
     EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4) << i;
   }
 }
@@ -333,7 +335,7 @@ TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {
   std::deque<Load::Work> works;
   const int all = Fill(1, absl::Seconds(4), &works);
   Drain(&works, 2);
-  now_ += Load::kShortLine;
+  clock_.Advance(Load::kShortLine);
   EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), all, 2);
 }
 
@@ -343,11 +345,13 @@ TEST_F(LoadTest, ASmallCallMayWaitForLargeOnesInAShortLine) {
   Fill(1, absl::Seconds(4), &works);
   Drain(&works, 5);
   Load::Work small;
-  EXPECT_TRUE(
-      load_
-          .Begin({.caller = {.id = 1}, .op = &kOp, .bytes = 1, .deadline = now_ + absl::Seconds(1)},
-                 &small)
-          .ok());
+  EXPECT_TRUE(load_
+                  .Begin({.caller = {.id = 1},
+                          .op = &kOp,
+                          .bytes = 1,
+                          .deadline = clock_.Now() + absl::Seconds(1)},
+                         &small)
+                  .ok());
 }
 
 TEST_F(LoadTest, AnIdleServerLetsCallsIn) {
@@ -363,7 +367,7 @@ TEST_F(LoadTest, AWrongEstimateRecovers) {
     Load::Work work;
     ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
     ASSERT_TRUE(work.Arrived(1000, spec_).ok());
-    now_ += absl::Seconds(10);
+    clock_.Advance(absl::Seconds(10));
     work.End(true);
   }
   // Another caller has something outstanding all the time, and this one has two calls at a time.
@@ -374,7 +378,7 @@ TEST_F(LoadTest, AWrongEstimateRecovers) {
     Load::Work one;
     EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &one).ok());
     refused = RunOne(2, absl::Milliseconds(200)) ? 0 : refused + 1;
-    if (one.Arrived(1000, spec_).ok()) now_ += kTakes;
+    if (one.Arrived(1000, spec_).ok()) clock_.Advance(kTakes);
     one.End(true);
   }
   EXPECT_EQ(refused, 0);
@@ -386,7 +390,7 @@ TEST_F(LoadTest, WhereNoCallEndsOneIsLetInNowAndThen) {
   size_t let_in = 0;
   for (Load::Work& work : works) let_in += Begin(1, absl::Milliseconds(200), &work).ok();
   EXPECT_LT(let_in, 30u);
-  now_ += absl::Seconds(1);
+  clock_.Advance(absl::Seconds(1));
   Load::Work probe, next;
   EXPECT_TRUE(Begin(1, absl::Milliseconds(200), &probe).ok());
   EXPECT_FALSE(Begin(1, absl::Milliseconds(200), &next).ok());
@@ -401,7 +405,7 @@ TEST_F(LoadTest, ACallThatBecameHopelessIsDroppedWhenItsMessageIsThere) {
   }
   Load::Work late;
   ASSERT_TRUE(Begin(1, absl::Milliseconds(300), &late).ok());
-  now_ += absl::Milliseconds(280);  // its message took long
+  clock_.Advance(absl::Milliseconds(280));  // its message took long
   const absl::Status dropped = late.Arrived(1000, spec_);
   EXPECT_TRUE(absl::IsResourceExhausted(dropped));
   EXPECT_THAT(dropped.message(), HasSubstr("the deadline leaves 20 ms"));
@@ -414,7 +418,7 @@ TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {
   for (int i = 0; i < 100; ++i) {
     Load::Work silent;
     ASSERT_TRUE(Begin(3, absl::InfiniteDuration(), &silent).ok());
-    now_ += absl::Seconds(10);
+    clock_.Advance(absl::Seconds(10));
     silent.End(false);
   }
   Load::Work one, two;

@@ -78,7 +78,7 @@ class TopJob final : public CheckedJob {
     spec_.size = SizeOfJob(spec_);
   }
 
-  void CopyPayload(std::byte* dst, size_t row_stride) override {
+  void CopyRowsTo(std::byte* dst, size_t row_stride) override {
     for (int64_t r = 0; r < spec_.rows(); ++r) {
       for (int64_t d = 0; d < kHidden; ++d) {
         const float x = Hidden(r, d);
@@ -182,7 +182,7 @@ class ShardedTest : public ::testing::Test {
     engine_->Submit(job);
     return job;
   }
-  bool Idle() { return engine_->WaitIdle(absl::Now() + absl::Seconds(20)); }
+  bool Idle() { return engine_->WaitIdle(SteadyNow() + absl::Seconds(20)); }
   ShardBackend& device(int i) { return *backends_[static_cast<size_t>(i)]; }
 
   static constexpr const OpTraits* kOps[] = {&kTop1};
@@ -292,13 +292,13 @@ TEST_F(ShardedTest, AShardThatHangsIsLostAndHoldsUpNoOther) {
   Start(1);
   EXPECT_TRUE(Submit(sharded_)->Wait().ok());
   device(1).Hold();
-  const absl::Time begun = absl::Now();
+  const absl::Time begun = SteadyNow();
   const auto running = Submit(sharded_);
   device(1).WaitUntilHeld();
   const auto waiting = Submit(sharded_);
   constexpr char kHangs[] = "the device has not ended its part 200ms after another one did";
   EXPECT_EQ(running->Wait(), absl::UnavailableError(absl::StrCat("the device failed: ", kHangs)));
-  EXPECT_GE(absl::Now() - begun, absl::Milliseconds(200));
+  EXPECT_GE(SteadyNow() - begun, absl::Milliseconds(200));
   EXPECT_EQ(waiting->Wait(), absl::UnavailableError(absl::StrCat("device 11 is lost: ", kHangs)));
   EXPECT_TRUE(Submit(whole_)->Wait().ok());
   EXPECT_TRUE(Idle());

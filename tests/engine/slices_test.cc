@@ -59,7 +59,7 @@ class SlicesTest : public ::testing::Test {
     for (const Priority priority : {Priority::kInteractive, Priority::kBatch}) {
       ASSERT_TRUE(Submit({.tag = 't', .caller = {.id = 99, .priority = priority}})->Wait().ok());
     }
-    ASSERT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
+    ASSERT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(5)));
     learned_ = backend_.log().size();
   }
 
@@ -87,9 +87,9 @@ class SlicesTest : public ::testing::Test {
 
   // How long the job takes from now on.
   static absl::Duration TimeOf(TestJob& job) {
-    const absl::Time start = absl::Now();
+    const absl::Time start = SteadyNow();
     job.Wait().IgnoreError();
-    return absl::Now() - start;
+    return SteadyNow() - start;
   }
 
   void WaitForSlices(size_t count) { backend_.WaitForOps(learned_ + count); }
@@ -145,7 +145,7 @@ TEST_F(SlicesTest, AnswersOfCutJobsAreThoseOfWholeOnes) {
                            .notes_per_row = static_cast<int32_t>(tag % 3)}));
   }
   for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(5)));
   EXPECT_GT(Slices().size(), jobs.size());
   EXPECT_EQ(Metric("logitd_slices_total{op=\"digest\"}"),
             2.0 + static_cast<double>(Slices().size()));
@@ -161,7 +161,7 @@ TEST_F(SlicesTest, AJobWithoutACallerEndsAtTheNextSlice) {
   engine_->Cancel(*job);
   EXPECT_LT(TimeOf(*job), absl::Seconds(5));  // of ten
   EXPECT_EQ(job->status()->code(), absl::StatusCode::kCancelled);
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(5)));
   EXPECT_LT(Slices().size(), 30u);
   EXPECT_EQ(Metric("logitd_stopped_total{op=\"digest\"}"), 1);
   EXPECT_TRUE(Submit({})->Wait().ok());
@@ -169,11 +169,11 @@ TEST_F(SlicesTest, AJobWithoutACallerEndsAtTheNextSlice) {
 
 TEST_F(SlicesTest, AJobWhoseDeadlinePassesEndsAtTheNextSlice) {
   Start();
-  auto job = Submit({.rows = 10000, .deadline = absl::Now() + absl::Milliseconds(60)});
+  auto job = Submit({.rows = 10000, .deadline = SteadyNow() + absl::Milliseconds(60)});
   EXPECT_LT(TimeOf(*job), absl::Seconds(5));  // of ten
   EXPECT_EQ(job->status()->code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(job->status()->message()), HasSubstr("while it ran"));
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(5)));
 }
 
 // Each job checks its own answer, whose place depends on the lists of the jobs before it.
@@ -199,9 +199,9 @@ TEST_F(SlicesTest, CloseEndsARunningJobAtTheNextSlice) {
   Start();
   auto job = Submit({.rows = 10000});
   WaitForSlices(2);
-  const absl::Time start = absl::Now();
+  const absl::Time start = SteadyNow();
   engine_->Stop();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(5));  // of ten
+  EXPECT_LT(SteadyNow() - start, absl::Seconds(5));  // of ten
   EXPECT_EQ(job->Wait().code(), absl::StatusCode::kUnavailable);
 }
 
@@ -322,51 +322,16 @@ TEST_F(SlicesTest, BatchWorkDoesNotShareABatchWithInteractiveWork) {
 }
 
 TEST_F(SlicesTest, LongJobsLeaveASlabForShortOnes) {
-  EngineOptions options = SliceOptions(2);  // four slabs
-  options.max_batch_rows = 100;
-  Start(options);
-  backend_.Hold();
+  Start();  // four slabs
   std::vector<std::shared_ptr<TestJob>> longer;
-  for (int i = 0; i < 6; ++i) longer.push_back(Submit({.tag = 'l', .rows = 100 - i}));
-  WaitForSlices(2);
-  EXPECT_EQ(Metric("logitd_slabs_in_use"), 3);
-  auto shorter = Submit({.tag = 's', .caller = {.id = 5}});
-  EXPECT_EQ(Metric("logitd_slabs_in_use"), 4);
-  backend_.Release();
-  EXPECT_LE(RowsBefore(*shorter, 's'), 60);
-  for (const auto& job : longer) engine_->Cancel(*job);
-}
-
-TEST_F(SlicesTest, OneStreamLeavesASlabOnlyFromVeryLongJobs) {
-  EngineOptions options = SliceOptions(1);
-  options.slabs_per_stream = 2;
-  options.max_batch_rows = 4000;
-  Start(options);
-  backend_.Hold();
-  auto first = Submit({.tag = 'l', .rows = 40});
-  WaitForSlices(1);
-  auto second = Submit({.tag = 'l', .rows = 40});  // 40 ms: copied while the first runs
-  EXPECT_EQ(Metric("logitd_queued_jobs"), 0);
-  backend_.Release();
-  EXPECT_TRUE(first->Wait().ok());
-  EXPECT_TRUE(second->Wait().ok());
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(5)));
-  first = Submit({.tag = 'l', .rows = 4000});
-  second = Submit({.tag = 'l', .rows = 4000});
-  EXPECT_EQ(Metric("logitd_queued_jobs"), 1);
-  EXPECT_LE(RowsBefore(*Submit({.tag = 's', .caller = {.id = 5}}), 's'), 100);
-  engine_->Cancel(*first);
-  engine_->Cancel(*second);
-}
-
-TEST_F(SlicesTest, ShortJobsOfSeveralCallersMayUseAllSlabs) {
-  Start(SliceOptions(2));
-  backend_.Hold();
-  for (uint32_t i = 0; i < 4; ++i) {
-    Submit({.tag = 'a' + i, .row_elements = 10 + i, .caller = {.id = i}});
+  for (uint64_t i = 0; i < 6; ++i) {
+    longer.push_back(Submit({.tag = 'l', .rows = 1000, .caller = {.id = i}}));
   }
-  EXPECT_EQ(Metric("logitd_slabs_in_use"), 4);
-  EXPECT_EQ(Metric("logitd_queued_jobs"), 0);
+  WaitForSlices(20);
+  EXPECT_EQ(Metric("logitd_slabs_in_use"), 3);
+  EXPECT_EQ(Metric("logitd_queued_jobs"), 3);
+  EXPECT_LE(RowsBefore(*Submit({.tag = 's', .caller = {.id = 7}}), 's'), 60);
+  for (const auto& job : longer) engine_->Cancel(*job);
 }
 
 TEST_F(SlicesTest, SlowSlicesLeaveAStreamForOthers) {
@@ -414,7 +379,7 @@ TEST_F(SlicesTest, UnderRandomCancelsEveryJobEndsOnce) {
                     .entries_per_row = static_cast<int32_t>(below(3)),
                     .notes_per_row = static_cast<int32_t>(below(3)),
                     .caller = {.id = t, .weight = 1.0 + t}};
-        if (below(3) == 0) shape.deadline = absl::Now() + absl::Microseconds(below(20000));
+        if (below(3) == 0) shape.deadline = SteadyNow() + absl::Microseconds(below(20000));
         if (below(5) == 0) shape.caller.priority = Priority::kBatch;
         if (below(9) == 0) shape.whole = true;
         auto job = std::make_shared<TestJob>(shape);
@@ -426,7 +391,7 @@ TEST_F(SlicesTest, UnderRandomCancelsEveryJobEndsOnce) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20)));
   std::map<absl::StatusCode, int> ends;
   for (const auto& mine : all) {
     for (const auto& job : mine) {
@@ -437,8 +402,8 @@ TEST_F(SlicesTest, UnderRandomCancelsEveryJobEndsOnce) {
   }
   EXPECT_GT(ends[absl::StatusCode::kOk], 50);
   EXPECT_GT(ends[absl::StatusCode::kCancelled], 10);
-  const absl::Time end = absl::Now() + absl::Seconds(5);
-  while (Metric("logitd_slabs_in_use") > 0 && absl::Now() < end) {
+  const absl::Time end = SteadyNow() + absl::Seconds(5);
+  while (Metric("logitd_slabs_in_use") > 0 && SteadyNow() < end) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_EQ(Metric("logitd_slabs_in_use"), 0);

@@ -188,7 +188,6 @@ inline EngineOptions SmallOptions(absl::Span<const OpTraits* const> ops = kTestO
   EngineOptions options;
   options.ops = ops;
   options.streams = 1;
-  options.copy_threads = 1;  // several would place waiting jobs in any order
   options.slabs_per_stream = 4;
   options.slab_payload_bytes = 4096;
   options.slab_answer_bytes = 4096;
@@ -230,14 +229,11 @@ class TestJob final : public CheckedJob {
     if (shape.placed) Place();
   }
 
-  std::function<void()> before_copy;  // set before Submit
-
   absl::Span<const RowsPlace> places() const override {
     return absl::MakeConstSpan(&place_, shape_.placed ? 1 : 0);
   }
 
-  void CopyPayload(std::byte* dst, size_t row_stride) override {
-    if (before_copy) before_copy();
+  void CopyRowsTo(std::byte* dst, size_t row_stride) override {
     Check(copies_++ == 0 && dones() == 0);
     if (shape_.placed) return;
     for (int64_t r = 0; r < spec_.rows(); ++r) {

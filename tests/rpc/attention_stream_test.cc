@@ -91,7 +91,7 @@ TEST_F(AttentionStreamTest, ASlowDeviceHoldsFourChunksAndACancelFreesThem) {
   // The client knows at once, the server a little later. Only the running chunk stays.
   EXPECT_TRUE(Becomes([&] { return admission_.held_bytes() < 2 * kChunkBytes; }));
   backend_.Release();
-  EXPECT_TRUE(engine_->WaitIdle(absl::Now() + absl::Seconds(20)));
+  EXPECT_TRUE(engine_->WaitIdle(SteadyNow() + absl::Seconds(20)));
   EXPECT_EQ(backend_.log().size(), 1u) << "a dropped chunk ran";
 }
 

@@ -66,9 +66,9 @@ class ServedEngine : public ::testing::Test {
   }
 
   static bool Becomes(const std::function<bool()>& condition) {
-    const absl::Time end = absl::Now() + absl::Seconds(20);
+    const absl::Time end = SteadyNow() + absl::Seconds(20);
     while (!condition()) {
-      if (absl::Now() > end) return false;
+      if (SteadyNow() > end) return false;
       absl::SleepFor(absl::Milliseconds(1));
     }
     return true;

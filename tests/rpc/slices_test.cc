@@ -36,7 +36,7 @@ class OpJob final : public engine::Job {
       : spec_(std::move(spec)), payload_(payload), write_(std::move(write)) {}
 
   const engine::JobSpec& spec() const override { return spec_; }
-  void CopyPayload(std::byte* dst, size_t row_stride) override {
+  void CopyRowsTo(std::byte* dst, size_t row_stride) override {
     const size_t bytes = static_cast<size_t>(spec_.key.row_elements) * sizeof(float);
     for (int64_t r = 0; r < spec_.rows(); ++r) {
       std::memcpy(dst + static_cast<size_t>(r) * row_stride,
@@ -271,7 +271,7 @@ class SlicesTest : public ::testing::Test {
       auto job = c.make(rows);
       (*engine)->Submit(job);
       auto answers = job->Wait();
-      EXPECT_TRUE((*engine)->WaitIdle(absl::Now() + absl::Seconds(5)));
+      EXPECT_TRUE((*engine)->WaitIdle(SteadyNow() + absl::Seconds(5)));
       return answers;
     };
     submit(1);

@@ -214,7 +214,7 @@ class TransportTest : public ServedEngine, public http2::ConnectionHost {
     return answers;
   }
 
-  engine::Load load_{&engine_->costs(), &metrics_, absl::Now, &engine_->devices()};
+  engine::Load load_{&engine_->costs(), &metrics_, SteadyClock(), &engine_->devices()};
   const CallLog log_{absl::InfiniteDuration()};
   CallTracker tracker_{absl::Seconds(30), absl::Milliseconds(50), 2, &metrics_};
   TurnJobs turn_jobs_{engine_.get(), 1};

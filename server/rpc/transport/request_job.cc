@@ -253,7 +253,7 @@ void RequestJob::Drop() {
   if (submitted_) environment_.engine->Cancel(*this);
 }
 
-void RequestJob::CopyPayload(std::byte* dst, size_t row_stride) {
+void RequestJob::CopyRowsTo(std::byte* dst, size_t row_stride) {
   const auto in_slab = [this](size_t place) { return places_[place].data == nullptr; };
   if (in_slab(0)) {
     CopyRows(pieces(), codec_->payload(), dst, row_stride);

@@ -100,7 +100,7 @@ class RequestJob : public engine::Job {
 
   // engine::Job
   const engine::JobSpec& spec() const override { return spec_; }
-  void CopyPayload(std::byte* dst, size_t row_stride) override;
+  void CopyRowsTo(std::byte* dst, size_t row_stride) override;
   absl::Span<const engine::RowsPlace> places() const override { return places_; }
   std::byte* answer_place() const override { return answer_place_; }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) override;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "server/base/clock.h"
 #include "server/engine/batch.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
@@ -95,7 +96,7 @@ void RingCall::LetIn(absl::StatusOr<engine::Admission::Ticket> ticket) {
 absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   headers_.caller.id = ring_->id();
   if (request.is_batch) headers_.caller.priority = engine::Priority::kBatch;
-  headers_.deadline = absl::Now() + request.timeout;
+  headers_.deadline = SteadyNow() + request.timeout;
   const std::string_view name = method_.substr(method_.rfind('/') + 1);
   if (absl::Status status =
           headers_.AuthorizeUser(ring_->user().uid, PeerOf(*ring_), environment().identities,

@@ -179,7 +179,7 @@ void ServerCall::Start() {
   if (absl::Status status = ReadTimeout(metadata().Find("grpc-timeout"), &timeout); !status.ok()) {
     return End(status);
   }
-  deadline_ = timeout == absl::InfiniteDuration() ? absl::InfiniteFuture() : absl::Now() + timeout;
+  deadline_ = timeout == absl::InfiniteDuration() ? absl::InfiniteFuture() : SteadyNow() + timeout;
   if (timeout < absl::Hours(24 * 365)) {
     loop_->timers().Set(&deadline_timer_, loop_->now_ns() + absl::ToInt64Nanoseconds(timeout));
   }

@@ -1,0 +1,114 @@
+// Which job runs when: the state of the engine, without threads, locks or time of its own.
+#ifndef LOGITD_SERVER_ENGINE_SCHEDULER_H_
+#define LOGITD_SERVER_ENGINE_SCHEDULER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/engine/batch.h"
+#include "server/engine/costs.h"
+#include "server/engine/engine.h"
+#include "server/engine/job.h"
+#include "server/engine/run_slice.h"
+#include "server/engine/running.h"
+#include "server/engine/waiting.h"
+
+namespace logitd::engine {
+
+// A job waits (waiting.h) until a stream is free. The stream then takes the most urgent work that its
+// device may run (running.h): a batch between two slices, or a new batch of the most urgent job and
+// those that fit beside it. Its last slice ends the batch's jobs.
+//
+// A job that ends without that (its caller has left, its deadline has passed, its device is lost, the
+// engine is closed, it can never run) is handed out by TakeEnded: at once if it waits or is between
+// two slices, else after the slice.
+//
+// Not thread-safe: one lock, the engine's. Calls spec() of jobs, and nothing else of them.
+class Scheduler {
+ public:
+  // As many slabs of each device, those of a device one after another. All outlive this.
+  Scheduler(const EngineOptions& options, const SliceRules& rules, int devices,
+            const std::vector<Slab>& slabs, const Costs& costs);
+
+  void Submit(std::shared_ptr<Job> job, int64_t now_ns);
+  // Its caller has left.
+  void Cancel(Job* job);
+
+  // The work of a free stream of the device: a batch, which belongs to the caller until GiveBack. Null:
+  // there is none.
+  Batch* Take(int device, int64_t now_ns);
+  // Whether Take finds something.
+  bool HasWork(int device, int64_t now_ns);
+  // After a slice.
+  void GiveBack(Batch* batch, absl::Time now);
+  // When Take may find something that it does not find now, if nothing else happens.
+  int64_t next_due_ns() const { return waiting_.next_due_ns(); }
+
+  // Ends every job whose deadline has passed.
+  void Expire(absl::Time now);
+  // No job has an earlier deadline, except in batches that run a slice.
+  absl::Time next_expiry() const { return next_expiry_; }
+
+  // From here on `device` runs nothing. Jobs of its batches, those that only it can run, and all on
+  // sharded heads, end with UNAVAILABLE and `message`, unless their last slice runs. Other work is not
+  // affected. Not for the last device: see Close.
+  void Lose(int device, std::string_view message, absl::Time now);
+  // From here on every job ends with UNAVAILABLE and `message`, unless its last slice runs. The message
+  // of the first Close stays.
+  void Close(std::string_view message, absl::Time now);
+
+  // Jobs that have ended. Tell must be called for each, without the lock, and Told afterwards.
+  JobList TakeEnded();
+  static void Tell(Job* job, int64_t now_ns);
+  // Whether a slice of the job's batch has run.
+  static bool HasBegun(const Job& job) { return job.place_.begun; }
+  void Told(int64_t jobs);
+
+  // For the stream that runs a batch, without the lock: runs Done of a job, which may be destroyed
+  // afterwards. Adds queue_ns to `times`.
+  static void Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
+                     int64_t taken_ns, JobTimes* times);
+  // Whether the caller of a job has left since its batch was taken.
+  static bool IsGone(const Job& job);
+
+  // Whether the job is the only one, waits, and is expected to take no longer than `most`.
+  bool IsAloneAndBrief(const Job& job, absl::Duration most) const;
+
+  bool idle() const { return unfinished_ == 0; }
+  int64_t waiting() const { return waiting_.count(); }
+  RunningBatches& running() { return running_; }
+
+ private:
+  struct Choice {
+    Batch* paused = nullptr;
+    Job* first = nullptr;  // of a new batch; where both are set, it is the more urgent one
+  };
+  Choice Choose(int device, int64_t now_ns);
+  void End(Job* job, absl::Status status);
+  void DropFrom(Batch* batch, Job* job, absl::Status status);
+  void EndBetweenSlices(Batch* batch, absl::Time now);
+  void ExpireRunning(Batch* batch, absl::Time now);
+  void EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why);
+  void Learn(Batch* batch);
+  void Settle(const Batch& batch);
+
+  const EngineOptions options_;
+  WaitingJobs waiting_;
+  RunningBatches running_;
+  JobList ended_;
+  int64_t unfinished_ = 0;  // submitted, Done has not returned
+  absl::Time next_expiry_ = absl::InfiniteFuture();
+  absl::Status closed_;  // OK: it is not
+  absl::Status lost_;    // of the last Lose
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_SCHEDULER_H_

@@ -1,0 +1,163 @@
+// The engine's threads: one for each stream, and one for what happens at a time.
+#ifndef LOGITD_SERVER_ENGINE_THREADED_ENGINE_H_
+#define LOGITD_SERVER_ENGINE_THREADED_ENGINE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "kernels/backend.h"
+#include "server/engine/activity.h"
+#include "server/engine/batch.h"
+#include "server/engine/costs.h"
+#include "server/engine/devices.h"
+#include "server/engine/engine.h"
+#include "server/engine/metrics.h"
+#include "server/engine/run_slice.h"
+#include "server/engine/scheduler.h"
+#include "server/engine/sync.h"
+
+namespace logitd::engine {
+
+// The same number of slabs of each device. Frees them with it.
+class SlabPool {
+ public:
+  SlabPool() = default;
+  ~SlabPool();
+  SlabPool(const SlabPool&) = delete;
+  SlabPool& operator=(const SlabPool&) = delete;
+
+  absl::Status Add(Backend* backend, size_t bytes);
+  // Leaks the slabs: an answer still uses them.
+  void Leave() { slabs_.clear(); }
+  const std::vector<Slab>& slabs() const { return slabs_; }
+
+ private:
+  std::vector<Slab> slabs_;
+  std::vector<Backend*> owners_;
+};
+
+// Streams are counted over all devices, those of a device one after another. A stream's thread runs near its
+// device. The state is the scheduler's, under one lock; whoever changes it wakes at most one
+// stream, and a stream that takes work wakes the next one if there is more.
+class ThreadedEngine final : public Engine {
+ public:
+  // What the engine runs on. `over_all`: the stream for sharded heads; null: there can be none.
+  struct Parts {
+    std::shared_ptr<Devices> devices;
+    std::unique_ptr<SlabPool> slabs;
+    std::vector<std::unique_ptr<Stream>> streams;
+    std::unique_ptr<Stream> over_all;
+  };
+  ThreadedEngine(Parts parts, const EngineOptions& options, const SliceRules& rules,
+                 Metrics* metrics, absl::AnyInvocable<void(absl::Status)> on_device_lost);
+  ~ThreadedEngine() override;
+
+  absl::Status CheckFits(const JobSpec& spec) const override;
+  void Submit(absl::Span<std::shared_ptr<Job>> jobs) override;
+  void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) override;
+  void Cancel(const Job& job) override;
+  void DeviceLost(const absl::Status& cause) override;
+  bool WaitIdle(absl::Time deadline) override;
+  std::optional<RunningBatch> OldestRunning() override;
+  void Stop() override;
+  const EngineOptions& options() const override { return options_; }
+  const Devices& devices() const override { return *parts_.devices; }
+  const Costs& costs() const override { return costs_; }
+  const Activity& activity() const override { return activity_; }
+
+ private:
+  // A slice that has run.
+  struct Ran {
+    std::string_view op;
+    int device;
+    bool sharded;
+    int64_t rows;
+    int64_t ns;
+    JobTimes oldest;
+    absl::Status status;
+  };
+
+  // A stream, and its device, as far as threads wait for work.
+  struct Seat {
+    bool waits = false;  // its thread is inside Next
+    bool lent = false;   // to the thread of a caller
+  };
+  struct Idle {
+    int streams = 0;  // that wait and are not lent
+    int called = 0;   // wakes that no stream has followed yet
+    CondVar wake;
+  };
+
+  // Kept answers reach the engine through this, because they may outlive it.
+  struct ReturnDesk {
+    Mutex mutex;
+    ThreadedEngine* engine ABSL_GUARDED_BY(mutex);
+  };
+
+  void StreamLoop(int stream);
+  void TimerLoop();
+  Batch* Next(int stream, Batch* given_back);
+  void Sleep(Idle& idle, bool spin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Batch* Borrow(const Job& job, int* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Change(absl::FunctionRef<void(int64_t now_ns)> change);
+  void Wake(int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TellEnded(JobList ended);
+  bool TellEndedUnlocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  Ran Run(int stream, Batch& batch);
+  void Count(const Ran& ran);
+  std::shared_ptr<const void> Keep(Batch* batch);
+  void TakeBack(Batch* batch);
+  bool WaitForKept(absl::Time deadline);
+  void Lose(int device, const absl::Status& cause);
+  void TellOwner(const absl::Status& cause);
+  int DeviceOf(int stream) const { return stream / options_.streams; }
+
+  const EngineOptions options_;
+  const SlabLayout layout_;
+  const SliceRules rules_;
+  const Clock& clock_;
+  const int64_t idle_spin_ns_;
+  const bool on_host_;  // DeviceInfo::is_host
+  Metrics* const metrics_;
+  absl::AnyInvocable<void(absl::Status)> on_device_lost_;
+  std::atomic<bool> told_ = false;
+  Costs costs_;
+  const Parts parts_;
+  Activity activity_;
+  const std::shared_ptr<ReturnDesk> desk_;
+
+  Mutex mutex_;
+  Scheduler scheduler_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Idle> idle_ ABSL_GUARDED_BY(mutex_);   // of each device
+  std::vector<Seat> seats_ ABSL_GUARDED_BY(mutex_);  // of each stream
+  Idle* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;  // whose stream polls wakes_; null: none
+  int64_t timer_at_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // it looks again then
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  CondVar timer_wake_;
+  CondVar all_done_;
+  CondVar all_back_;
+  std::atomic<uint32_t> wakes_ = 0;
+  std::atomic<int> callers_ = 0;       // threads of others inside a public call
+  const std::shared_ptr<void> moved_;  // see Clock::WhenMoved
+  std::once_flag stop_once_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace logitd::engine
+
+#endif  // LOGITD_SERVER_ENGINE_THREADED_ENGINE_H_

@@ -1,0 +1,187 @@
+#include "server/engine/waiting.h"
+
+#include <algorithm>
+
+#include "absl/hash/hash.h"
+
+namespace logitd::engine {
+namespace {
+
+// Keys kept without a job: clients come back with the vocabulary they had.
+constexpr size_t kMaxIdleKeys = 256;
+
+// What a byte of payload costs, in nanoseconds, where nothing like it has run.
+constexpr double kUnknownByteNs = 1;
+
+bool IsIdle(const Kind& kind) {
+  return kind.batches == 0 &&
+         std::all_of(kind.queues.begin(), kind.queues.end(),
+                     [](const KeyQueue& queue) { return queue.jobs.top() == nullptr; });
+}
+
+}  // namespace
+
+void JobList::PushBack(Job* job) {
+  job->place_.previous = last;
+  job->place_.next = nullptr;
+  (last != nullptr ? last->place_.next : first) = job;
+  last = job;
+  ++size;
+}
+
+void JobList::Remove(Job* job) {
+  Job::Place& place = job->place_;
+  (place.previous != nullptr ? place.previous->place_.next : first) = place.next;
+  (place.next != nullptr ? place.next->place_.previous : last) = place.previous;
+  --size;
+}
+
+Job* JobList::PopFront() {
+  Job* job = first;
+  if (job != nullptr) Remove(job);
+  return job;
+}
+
+size_t WaitingJobs::KeyHash::operator()(const KindKey& kind) const {
+  const BatchKey& key = kind.key;
+  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head, key.device, kind.priority);
+}
+
+WaitingJobs::WaitingJobs(const EngineOptions& options, const SliceRules& rules, int devices,
+                         const Costs& costs)
+    : options_(options),
+      max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
+      rules_(rules),
+      costs_(costs),
+      lanes_(static_cast<size_t>(devices) + 2) {}
+
+Kind* WaitingJobs::KindOf(const KindKey& key) {
+  auto it = kinds_.find(key);
+  if (it == kinds_.end()) {
+    if (kinds_.size() >= kMaxIdleKeys) {
+      absl::erase_if(kinds_, [](const auto& entry) { return IsIdle(*entry.second); });
+    }
+    it = kinds_.emplace(key, std::make_unique<Kind>()).first;
+    Kind* kind = it->second.get();
+    kind->key = key;
+    kind->row_ns = costs_.PerRow(key.key);
+    for (size_t length = 0; length < kLengths; ++length) {
+      kind->queues[length].kind = kind;
+      kind->queues[length].length = static_cast<Length>(length);
+    }
+  }
+  return it->second.get();
+}
+
+Length WaitingJobs::LengthOf(const JobSpec& spec, double cost_ns, double row_ns) const {
+  if (cost_ns <= static_cast<double>(rules_.max_slice_ns)) return Length::kShort;
+  const double slice_ns =
+      row_ns * static_cast<double>(RowsOfSlice(spec.key, spec.whole, spec.rows(), row_ns, rules_));
+  return slice_ns > absl::ToDoubleNanoseconds(kSlowSlice) ? Length::kSlow : Length::kLong;
+}
+
+WaitingJobs::Lanes& WaitingJobs::LanesOf(const BatchKey& key) {
+  if (key.device != kAnyDevice) return lanes_[static_cast<size_t>(key.device)];
+  return lanes_[lanes_.size() - (IsSharded(key) ? 2 : 1)];
+}
+
+// Estimates the job's cost, gives it its place in the order, and queues it.
+void WaitingJobs::Add(Job* job, int64_t now_ns) {
+  const JobSpec& spec = job->spec();
+  Job::Place& place = job->place_;
+  Kind* const kind = KindOf({.key = spec.key, .priority = spec.caller.priority});
+  place.cost_ns = kind->row_ns > 0 ? kind->row_ns * static_cast<double>(spec.rows())
+                                   : kUnknownByteNs * static_cast<double>(spec.size.payload_bytes);
+  const Length length = LengthOf(spec, place.cost_ns, kind->row_ns);
+  place.urgency = {.priority = spec.caller.priority,
+                   .start = clock_.Arrive(spec.caller, length != Length::kShort, place.cost_ns),
+                   .sequence = next_sequence_++};
+  KeyQueue* const queue = &kind->queues[static_cast<size_t>(length)];
+  place.queue = queue;
+  place.state = Job::Place::State::kWaiting;
+  all_.PushBack(job);
+  const bool first = queue->jobs.top() == nullptr;
+  queue->jobs.Push(job);
+  queue->rows += spec.rows();
+  if (queue->due) {
+    PutInLane(job);
+  } else if (max_batch_delay_ns_ == 0 || queue->rows >= options_.max_batch_rows ||
+             spec.key.op->exclusive_batch) {
+    BecomeDue(queue);
+  } else if (first) {
+    queue->due_ns = now_ns + max_batch_delay_ns_;
+    by_due_.insert({queue->due_ns, queue});
+  }
+}
+
+void WaitingJobs::PutInLane(Job* job) {
+  const BatchKey& key = job->spec().key;
+  LanesOf(key)[static_cast<size_t>(job->place_.queue->length)].Push(job);
+}
+
+void WaitingJobs::BecomeDue(KeyQueue* queue) {
+  by_due_.erase({queue->due_ns, queue});
+  queue->due = true;
+  // Through its own heap, which has no other way to visit every job.
+  FairHeap<Job, QueueLinks> jobs;
+  while (Job* job = queue->jobs.top()) {
+    queue->jobs.Remove(job);
+    jobs.Push(job);
+    PutInLane(job);
+  }
+  queue->jobs = jobs;
+}
+
+void WaitingJobs::MakeDue(int64_t now_ns) {
+  while (next_due_ns() <= now_ns) BecomeDue(by_due_.begin()->second);
+}
+
+void WaitingJobs::Remove(Job* job) {
+  Job::Place& place = job->place_;
+  KeyQueue* const queue = place.queue;
+  all_.Remove(job);
+  queue->jobs.Remove(job);
+  queue->rows -= job->spec().rows();
+  if (queue->due) LanesOf(job->spec().key)[static_cast<size_t>(queue->length)].Remove(job);
+  if (queue->jobs.top() != nullptr) return;
+  by_due_.erase({queue->due_ns, queue});
+  queue->due = false;
+}
+
+Job* WaitingJobs::First(int device, absl::FunctionRef<bool(const Job&)> may) {
+  Job* first = nullptr;
+  const size_t all = lanes_.size();
+  for (const size_t of : {static_cast<size_t>(device), all - 2, all - 1}) {
+    for (const FairHeap<Job, LaneLinks>& lane : lanes_[of]) {
+      Job* const job = lane.top();
+      if (job == nullptr || !may(*job)) continue;
+      if (first == nullptr || job->place_.urgency < first->place_.urgency) first = job;
+    }
+  }
+  return first;
+}
+
+void WaitingJobs::Fill(Batch* batch, Job* first) {
+  KeyQueue* const queue = first->place_.queue;
+  batch->Begin(queue);
+  for (Job* job = first; job != nullptr; job = queue->jobs.top()) {
+    const JobSpec& spec = job->spec();
+    const int64_t rows = batch->rows + spec.rows();
+    const bool one_slice =
+        RowsOfSlice(spec.key, /*whole=*/false, rows, queue->kind->row_ns, rules_) == rows;
+    if (batch->live > 0 && !(one_slice && Fits(*batch, spec, options_))) break;
+    Remove(job);
+    batch->Add(job);
+    if (spec.key.op->exclusive_batch) break;
+  }
+}
+
+void WaitingJobs::ForEach(absl::FunctionRef<void(Job*)> visit) {
+  for (Job* job = all_.first; job != nullptr;) {
+    Job* const next = job->place_.next;
+    visit(job);
+    job = next;
+  }
+}
+
+}  // namespace logitd::engine
