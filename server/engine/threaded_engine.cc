@@ -207,7 +207,7 @@ bool ThreadedEngine::TellEndedUnlocked() {
 }
 
 // Wakes a stream if there is work for one: of the device with the most idle streams. A stream that has
-// been called and has not come yet will call this again.
+// been called and has not looked yet will call this again.
 void ThreadedEngine::Wake(int64_t now_ns) {
   const int64_t timer_at_ns =
       std::min(scheduler_.next_due_ns(), absl::ToUnixNanos(scheduler_.next_expiry()));
@@ -216,11 +216,11 @@ void ThreadedEngine::Wake(int64_t now_ns) {
   for (size_t device = 0; device < idle_.size(); ++device) {
     Idle& idle = idle_[device];
     if (idle.streams == 0 || !scheduler_.HasWork(static_cast<int>(device), now_ns)) continue;
-    if (idle.called > 0) return;
+    if (idle.called) return;
     if (most == nullptr || idle.streams > most->streams) most = &idle;
   }
   if (most == nullptr) return;
-  ++most->called;
+  most->called = true;
   if (most == spinner_) {
     wakes_.fetch_add(1, std::memory_order_relaxed);
   } else {
@@ -260,6 +260,7 @@ Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
   bool spin = idle_spin_ns_ > 0;
   while (!stopping_ && !scheduler_.running().lost(device)) {
     const int64_t now_ns = clock_.Nanos();
+    idle.called = false;  // whoever was called: this one looks now
     if (!seat.lent) batch = scheduler_.Take(device, now_ns);
     const bool again = TellEndedUnlocked();
     if (batch != nullptr) break;
@@ -293,7 +294,6 @@ void ThreadedEngine::Sleep(Idle& idle, bool spin) {
   } else {
     idle.wake.Wait(mutex_);
   }
-  if (idle.called > 0) --idle.called;
 }
 
 void ThreadedEngine::TimerLoop() {

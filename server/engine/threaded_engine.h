@@ -96,8 +96,8 @@ class ThreadedEngine final : public Engine {
     bool lent = false;   // to the thread of a caller
   };
   struct Idle {
-    int streams = 0;  // that wait and are not lent
-    int called = 0;   // wakes that no stream has followed yet
+    int streams = 0;      // that wait and are not lent
+    bool called = false;  // a stream was woken, and none has looked for work since
     CondVar wake;
   };
 
