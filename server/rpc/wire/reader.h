@@ -1,5 +1,4 @@
-// Reads protobuf messages where they lie: in the slices the transport delivered, without assembling
-// them.
+// Reads protobuf messages where they lie, in one piece of memory or in several.
 //
 // A message is described by a table of fields (see Field), so that the next one costs a table. What
 // is accepted and what the fields hold equals the generated parser of protobuf 3.21 (proto3
