@@ -159,9 +159,9 @@ class Batcher {
   bool WaitIdle(absl::Time deadline);
   std::optional<RunningBatch> OldestRunning();
 
-  // For the thread of `stream`, counted over all devices: gives `batch` back after a slice (null at first) and waits for
-  // the next one to run, which may be the same. It belongs to the caller until it is given back.
-  // Null: the engine stops, or the device is lost.
+  // For the thread of `stream`, counted over all devices: gives `batch` back after a slice (null at
+  // first) and waits for the next one to run, which may be the same. It belongs to the caller until
+  // it is given back. Null: the engine stops, or the device is lost.
   Batch* Next(int stream, Batch* batch);
 
   // For stream threads: JobAnswer::keep for a batch of the caller's. Null if fewer slabs than
@@ -233,13 +233,13 @@ class Batcher {
   };
   using Copies = absl::InlinedVector<PayloadCopy, 8>;
 
-  // What it knows of a stream.
+  // The state of a stream.
   struct Seat {
     bool waits = false;  // its thread is inside Next
     bool lent = false;
   };
 
-  // What the batcher knows of a device.
+  // The state of a device.
   struct Device {
     int node = -1;
     bool lost = false;

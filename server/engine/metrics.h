@@ -1,5 +1,5 @@
-// What an operator sees. Names are stable. Every series exists from the start, so zero shows as
-// zero. docs/operations.md says what to look at when.
+// Metrics of the engine and its calls. Names are stable. Every series exists from the start, so zero
+// shows as zero. docs/operations.md says what to look at when.
 //
 // Counters
 //   logitd_requests_total{op,code}    calls ended, by op and gRPC status name ("OK", "CANCELLED")
