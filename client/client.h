@@ -127,8 +127,8 @@ class SampleStream {
 // Errors are the server's, code and text, with the number of attempts appended where there was more
 // than one. UNAVAILABLE and RESOURCE_EXHAUSTED are tried again: after the server's
 // `grpc-retry-pushback-ms` where it sent one (negative: no retry), otherwise after an exponential
-// backoff with jitter; never past the deadline. Exception: gRPC's own RESOURCE_EXHAUSTED, for a
-// message larger than the server's transport takes, is final.
+// backoff with jitter; never past the deadline. Exception: the RESOURCE_EXHAUSTED of gRPC's library
+// itself, for a message that is too large for it, is final.
 class Client {
  public:
   // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND: such

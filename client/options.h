@@ -54,7 +54,8 @@ struct ClientOptions {
   // Where the server refuses most calls of a method for its load, some are refused here and not sent:
   // RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the server takes.
   bool throttle = true;
-  // Unary calls tell the server the size of their message, so that it keeps no more room for it.
+  // Unary calls tell the server the size of their message in their headers: it decides before the
+  // message comes.
   bool state_sizes = true;
   int64_t max_message_bytes =
       0;  // larger requests are refused here, unsent; 0: this client sets no limit

@@ -32,7 +32,7 @@ struct Config {
   int max_waiting_calls = 1024;
   int64_t min_receive_rate = int64_t{1} << 20;  // bytes per second; 0: no limit
   int64_t max_batch_rows = 65536;
-  int64_t max_connections = 0;  // 0: as many as the descriptors allow
+  int64_t max_connections = 0;  // 0: as many as descriptors and max_connection_bytes allow
   absl::Duration max_batch_delay = absl::ZeroDuration();
   std::vector<engine::HeadRequest> heads;  // loaded at start
   std::string head_root;                   // a directory; empty: clients cannot load heads

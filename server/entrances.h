@@ -1,4 +1,4 @@
-// What the server opens for clients and operators, as the flags say.
+// The doors and ports that the server opens for clients and operators, as the flags say.
 #ifndef LOGITD_SERVER_ENTRANCES_H_
 #define LOGITD_SERVER_ENTRANCES_H_
 

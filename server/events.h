@@ -1,4 +1,4 @@
-// What the main thread waits for.
+// Events that the main thread waits for.
 #ifndef LOGITD_SERVER_EVENTS_H_
 #define LOGITD_SERVER_EVENTS_H_
 

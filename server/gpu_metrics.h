@@ -1,4 +1,4 @@
-// What the driver knows of the GPUs: their memory and how busy they are.
+// Metrics of the GPUs from their driver: their memory and how busy they are.
 #ifndef LOGITD_SERVER_GPU_METRICS_H_
 #define LOGITD_SERVER_GPU_METRICS_H_
 

@@ -1,4 +1,4 @@
-// What a scrape of /metrics gets.
+// The text that a scrape of /metrics gets.
 #ifndef LOGITD_SERVER_METRICS_PAGE_H_
 #define LOGITD_SERVER_METRICS_PAGE_H_
 

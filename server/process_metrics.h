@@ -1,4 +1,5 @@
-// What the process uses of its machine: the series that Prometheus' own client libraries name.
+// Metrics of what the process uses of its machine: the series that Prometheus' own client libraries
+// name.
 #ifndef LOGITD_SERVER_PROCESS_METRICS_H_
 #define LOGITD_SERVER_PROCESS_METRICS_H_
 
@@ -12,7 +13,7 @@ namespace logitd {
 //   process_resident_memory_bytes, process_virtual_memory_bytes
 //   process_open_fds, process_max_fds
 //   process_start_time_seconds      since the epoch
-// What cannot be read is left out. Any thread.
+// Series that cannot be read are left out. Any thread.
 std::vector<prometheus::MetricFamily> ProcessMetrics();
 
 }  // namespace logitd

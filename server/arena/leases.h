@@ -35,7 +35,7 @@ class DeviceArena {
   virtual absl::Status Write(int64_t offset, absl::Span<const std::byte> from) const = 0;
 };
 
-// What the server's devices do for arenas. server/device_arenas.cc has it; outlives the arenas.
+// The work of the server's devices for arenas. server/device_arenas.cc has it; outlives the arenas.
 // Thread-safe.
 class ArenaDevices {
  public:
@@ -49,7 +49,7 @@ class ArenaDevices {
   virtual absl::StatusOr<std::unique_ptr<DeviceArena>> Make(int device, int64_t bytes) = 0;
   // Pins host memory, for copies by every device, until the result is destroyed. Null: it cannot be pinned.
   virtual std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) = 0;
-  // Whether Pin can succeed.
+  // True: Pin can succeed.
   virtual bool pins() const = 0;
 };
 
@@ -83,7 +83,7 @@ class Arena {
   // Lets devices copy from host memory, if they can. Before others know the arena.
   void Pin(ArenaDevices* devices) { pin_ = devices->Pin(pages_, bytes_); }
 
-  // Whether it is memory of a device, which Read does not read.
+  // True: it is memory of a device, which Read does not read.
   bool on_device() const { return device_memory_ != nullptr; }
   int device() const { return on_device() ? device_memory_->device() : -1; }
   // The address that all devices copy from, or only device(). Null: none can.

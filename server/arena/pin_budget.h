@@ -21,7 +21,7 @@ class PinBudget {
 
   explicit PinBudget(absl::Time now) : at_(now) {}
 
-  // Whether memory may be pinned, or made, now.
+  // True: memory may be pinned, or made, now.
   bool Allows(absl::Time now) {
     absl::MutexLock lock(&mutex_);
     Refill(now);

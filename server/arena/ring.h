@@ -104,7 +104,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep,
                 MakeMessage make = nullptr);
 
-  // Whether this is the ring's thread.
+  // True: this is the ring's thread.
   bool IsOwnThread() const { return thread_ == std::this_thread::get_id(); }
 
   // Posts the replies that wait. Only within ServeRing, on the ring's thread.

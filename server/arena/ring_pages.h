@@ -47,7 +47,7 @@ class RingPages {
 
   // The next submission. False: there is none. INVALID_ARGUMENT: its head breaks the protocol.
   absl::StatusOr<bool> Take(RingRequest* request);
-  // Whether Take would find one.
+  // True: Take would find one.
   bool Ready() const;
 
   // Writes the next completion. A message longer than max_message_bytes() becomes the error INTERNAL.

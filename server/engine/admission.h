@@ -39,7 +39,7 @@ struct AdmissionOptions {
 // UNAVAILABLE: what a caller gets from the start of the drain.
 absl::Status DrainingError();
 
-// What a call asks room for.
+// A call's request for room.
 struct RoomAsk {
   Caller caller;
   absl::Time deadline = absl::InfiniteFuture();
@@ -78,8 +78,8 @@ struct RoomAsk {
 //
 // Calls also wait for their turn to be received: see max_receiving_bytes. A turn ends when the
 // message is there, or after kTurn and a second for each 256 MiB: a slow peer does not keep others
-// waiting. min_receiving_calls messages always have a turn, a message of 64 KiB or less needs none, nor does one of
-// 1 MiB or less of a caller that holds nothing.
+// waiting. min_receiving_calls messages always have a turn, a message of 64 KiB or less needs none, nor
+// does one of 1 MiB or less of a caller that holds nothing.
 //
 // While calls wait for room, a message must make progress. A call is told that it is too slow where its
 // connection receives less than min_receive_rate for each message that it sends, over
@@ -109,7 +109,8 @@ class Admission {
     // is too small; all of it was given back, and the call must ask again. Once, before Received.
     bool Comes(RoomAsk ask);
     // The message has arrived, and the call needs `bytes` from here on. True: they are charged, or
-    // more by at most a 1024th of the largest message, or 64 KiB. False: the ticket held less, and everything was given back; the call must ask again. Once.
+    // more by at most a 1024th of the largest message, or 64 KiB. False: the ticket held less, and
+    // everything was given back; the call must ask again. Once.
     bool Received(int64_t bytes);
     // Gives all but `bytes` back, or nothing if it is less than that. After Received.
     void ShrinkTo(int64_t bytes);

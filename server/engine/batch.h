@@ -57,7 +57,7 @@ struct Slot {
   int64_t rows = 0;
   Caller caller;
   double cost_ns = 0;  // as estimated when the job was submitted
-  // What the job had on each axis, if it ended between slices: its elements keep their places.
+  // The job's counts on each axis, if it ended between slices: its elements keep their places.
   std::unique_ptr<const AxisCounts> left;
   bool has_run = false;  // all of its rows
 };
@@ -84,7 +84,7 @@ struct Progress {
   double kind_row_ns = 0;  // the estimate for its kind, with all slices so far
   JobTimes times;          // of all slices so far
 
-  // What the last slice did.
+  // The work of the last slice.
   int64_t slice_rows = 0;
   int64_t slice_ns = 0;
   int finished = 0;  // jobs whose Done it ran

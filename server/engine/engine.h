@@ -118,8 +118,9 @@ class Engine {
   // The batch that has run for the longest time, if any runs.
   virtual std::optional<RunningBatch> OldestRunning() = 0;
 
-  // Ends jobs with UNAVAILABLE and joins all threads. Waits for the slices that run, for ever if the
-  // device does not end them; jobs for which that is the last slice get their answers. The destructor calls it too. Not from inside Done.
+  // Ends jobs with UNAVAILABLE and joins all threads. Waits for the slices that run, for ever if
+  // the device does not end them; jobs for which that is the last slice get their answers. The
+  // destructor calls it too. Not from inside Done.
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;
@@ -127,7 +128,7 @@ class Engine {
   // Which devices are lost. Lives as long as the engine.
   virtual const Devices& devices() const = 0;
 
-  // What work costs here. Lives as long as the engine.
+  // Costs of work here. Lives as long as the engine.
   virtual const Costs& costs() const = 0;
 
   // How busy the streams are. Lives as long as the engine.

@@ -1,5 +1,5 @@
-// Where an output head is stored in files, and how its model uses it. Reads headers and settings,
-// not the numbers.
+// The place of an output head in files, and how its model uses it. Reads headers and settings, not
+// the numbers.
 #ifndef LOGITD_SERVER_ENGINE_HEAD_SOURCE_H_
 #define LOGITD_SERVER_ENGINE_HEAD_SOURCE_H_
 

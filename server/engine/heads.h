@@ -45,7 +45,7 @@ struct HeadInfo {
 // reference.
 class Head {
  public:
-  // What one device holds: the head, or its part. No backend: the device was lost before the head was
+  // The head, or its part, on one device. No backend: the device was lost before the head was
   // loaded.
   struct Copy {
     Backend* backend = nullptr;
@@ -70,7 +70,7 @@ class Head {
   const HeadView& view() const { return view(first_); }
   const HeadInfo& info() const { return info_; }
 
-  // What the devices hold, by device.
+  // The head, or its parts, by device.
   const std::vector<Copy>& copies() const { return copies_; }
 
  private:
@@ -81,7 +81,7 @@ class Head {
   std::optional<HeadView> whole_;
 };
 
-// Where a head comes from.
+// The source of a head.
 struct HeadRequest {
   std::string name;         // 1..128 of [A-Za-z0-9._-]
   std::string path;         // a safetensors file, or a folder of a Hugging Face model
@@ -117,10 +117,10 @@ class Heads {
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
   // ALREADY_EXISTS (the name is loaded, or being loaded), FAILED_PRECONDITION (a head that is to be
-  // sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED (more than max_bytes,
-  // or no device memory; the text says how much the head needs), UNAVAILABLE (a read or a device failed), INTERNAL (a
-  // device is lost, and DeviceOf says which: the caller tells the engine, and may load again while
-  // devices are left).
+  // sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED (more than
+  // max_bytes, or no device memory; the text says how much the head needs), UNAVAILABLE (a read or
+  // a device failed), INTERNAL (a device is lost, and DeviceOf says which: the caller tells the
+  // engine, and may load again while devices are left).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
 

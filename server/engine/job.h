@@ -1,4 +1,4 @@
-// What the engine runs: a job is some rows of one op. The engine knows sizes and times, never what
+// A job, which the engine runs: some rows of one op. The engine knows sizes and times, never what
 // an op means.
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
@@ -24,8 +24,8 @@ struct Batch;
 struct KeyQueue;
 class Head;
 
-// What an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of lists,
-// words of masks, ...) are the op's own.
+// An axis is what an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of
+// lists, words of masks, ...) are the op's own.
 inline constexpr size_t kRowAxis = 0;
 inline constexpr size_t kMaxAxes = 10;
 inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
@@ -116,7 +116,7 @@ struct OpTraits {
   bool exclusive_batch = false;
 };
 
-// What a job of an exclusive op asks for as a whole.
+// The parameters of a job of an exclusive op as a whole.
 class ExclusiveCall {
  public:
   virtual ~ExclusiveCall() = default;
@@ -138,10 +138,10 @@ struct BatchKey {
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 
-// Whether batches of this key run on all devices together.
+// True: batches of this key run on all devices together.
 bool IsSharded(const BatchKey& key);
 
-// What a job takes of a batch, in bytes.
+// The bytes of a batch that a job takes.
 struct JobSize {
   int64_t payload_bytes = 0;  // with the lists: input arrays of other axes than the rows
   int64_t answer_bytes = 0;
@@ -179,7 +179,7 @@ struct JobTimes {
   int32_t batch_rows = 0;
 };
 
-// What a job that succeeded gets.
+// The answer of a job that succeeded.
 struct JobAnswer {
   // The job's own slice of each output array, in host memory. Valid until Done returns, or for as
   // long as a copy of `keep` lives.

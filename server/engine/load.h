@@ -40,7 +40,7 @@ std::optional<absl::Duration> RetryDelayOf(const absl::Status& status);
 // that (by weight). Batch calls also wait for all interactive work. Not thread-safe.
 class WorkAhead {
  public:
-  // What one caller has to be done.
+  // One caller's work that has to be done.
   struct Share {
     std::array<int64_t, 2> work = {};  // by Priority, in nanoseconds of estimated time
     double weight = 1;
@@ -199,7 +199,7 @@ class Load {
     absl::Status ToStatus() const;  // RESOURCE_EXHAUSTED with the retry delay
   };
 
-  // What is decided of a call that comes.
+  // The decision about a call that comes.
   struct Decision {
     std::optional<Refused> refused;
     int64_t bytes = 0;  // of its message, as stated or by estimate
@@ -209,7 +209,7 @@ class Load {
   };
 
   int64_t CostOf(const OpTraits& op, int64_t bytes) const;
-  // What is ahead of a call of cost `cost`, which `all` includes, until it is done.
+  // Work ahead of a call of cost `cost`, which `all` includes, until it is done.
   double Ahead(double all, int64_t cost) const;
   // The refusal of a call that cannot end in time.
   static Refused Hopeless(absl::Duration predicted, absl::Duration left);

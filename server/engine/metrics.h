@@ -1,5 +1,5 @@
-// What an operator sees. Names are stable. Every series exists from the start, so zero shows as
-// zero. docs/operations.md says what to look at when.
+// Metrics of the engine and its calls. Names are stable. Every series exists from the start, so zero
+// shows as zero. docs/operations.md says what to look at when.
 //
 // Counters
 //   logitd_requests_total{op,code}    calls ended, by op and gRPC status name ("OK", "CANCELLED")
@@ -9,7 +9,8 @@
 //   logitd_stream_busy_seconds_total{op}  time that streams spent on slices, by the host's clock
 //   logitd_stopped_total{op}          requests that ended between slices of their batch: the caller
 //                                     left, the deadline passed or the engine closed
-//   logitd_refused_total{reason}      calls refused before their payload was copied; see Refusal
+//   logitd_refused_total{reason,identity}  calls refused before their payload was copied; see
+//                                     Refusal and Proof
 //   logitd_device_errors_total{device,kind}  batches the device failed: "batch" (later work may
 //                                     succeed) or "lost"
 //   logitd_device_rows_total{device}  rows computed, those of unfinished batches included
@@ -25,7 +26,7 @@
 //                                     for its first message
 //   logitd_receive_seconds            from headers until the message is there, without that wait; of
 //                                     unary calls
-//   logitd_send_seconds               from the answer until the transport has sent it; of unary calls
+//   logitd_send_seconds               from the answer until the kernel has taken it; of unary calls
 // Histograms, one observation per batch
 //   logitd_batch_rows                 its rows
 //   logitd_batch_queue_seconds{op}    its oldest job's wait for a place and its first slice

@@ -53,7 +53,7 @@ class Room {
     ~Holder();
   };
 
-  // What a call asks for.
+  // A call's request.
   struct Ask {
     int64_t bytes = 0;      // of room
     int64_t receiving = 0;  // bytes that will be received; 0: it needs no turn
@@ -93,7 +93,7 @@ class Room {
   void End(Holder* holder);
 
   int64_t held() const { return held_; }
-  // What waiting calls ask for.
+  // Bytes that waiting calls ask for.
   int64_t asked() const { return asked_; }
   // A call waits because there is no room, not only because it is not its turn.
   bool IsShort() const;

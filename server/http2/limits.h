@@ -60,10 +60,10 @@ struct Limits {
   // exceeds them is refused.
   int64_t max_early_bytes = int64_t{16} << 20;
 
-  // PING (answers to pings too), SETTINGS, PRIORITY, WINDOW_UPDATE, GOAWAY, CONTINUATION and unknown
-  // frames: control_frames, control_rate more each second, and four more for each DATA or HEADERS frame in either direction.
-  // nghttp2 visits every open stream for a SETTINGS frame, and a few bytes can stand for a long header
-  // list: the one costs one more for each 16 open streams, the other one for each KiB of its list.
+  // Frames that carry nothing (answers to pings too): all kinds except DATA and HEADERS. control_frames
+  // at once, control_rate more each second, four more for each DATA or HEADERS frame in either
+  // direction. A SETTINGS frame costs one more for each 16 open streams, since nghttp2 visits them all;
+  // a header list one for each KiB, since a few bytes can stand for a long one.
   double control_frames = 20000;
   double control_rate = 5000;
   // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each

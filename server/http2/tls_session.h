@@ -34,7 +34,6 @@ inline constexpr auto kHandshakeEndNames = std::to_array<std::string_view>(
     {"ok", "timeout", "evicted", "closed", "protocol", "certificate"});
 
 // Used by one thread at a time. Never blocks.
-//
 class TlsSession {
  public:
   // Memory, measured and rounded up: during a handshake and after it. kReadBuffer more while a record

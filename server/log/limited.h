@@ -49,7 +49,7 @@ class LineLimit {
   std::atomic<int64_t> reported_ = 0;
 };
 
-// Of this process, one for each source.
+// The limits of this process, one for each source.
 LineLimit& LimitOf(Source source);
 
 // True if the source may write a line now. Any thread.

@@ -39,7 +39,7 @@ class HeadsService {
 
  private:
   engine::HeadRequest RequestOf(const LoadCall& call) const;
-  // Whether clients may change which heads are loaded.
+  // OK: clients may change which heads are loaded.
   absl::Status CheckMayChange() const;
   absl::Status Unload(const v1::UnloadHeadRequest& request) const;
   absl::Status List(v1::ListHeadsResponse* answer) const;

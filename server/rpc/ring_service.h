@@ -8,7 +8,8 @@
 
 namespace logitd::rpc {
 
-// What rings serve their calls with. The objects of `environment` outlive the rings and their calls.
+// The function with which rings serve their calls. The objects of `environment` outlive the rings and
+// their calls.
 arena::ServeRing MakeRingService(const CallEnvironment& environment);
 
 }  // namespace logitd::rpc

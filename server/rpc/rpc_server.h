@@ -85,7 +85,7 @@ class RpcServer {
   // The identities have changed: ends the streams of callers that may not call any longer.
   virtual void RecheckIdentities() = 0;
 
-  // What rings of leases serve their calls with; the rings end before the server does.
+  // The function with which rings serve their calls; the rings end before the server does.
   virtual arena::ServeRing ring_service() = 0;
 
   // Calls of ops and loads of heads that are not over.

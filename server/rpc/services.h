@@ -13,7 +13,7 @@
 
 namespace logitd::rpc {
 
-// What requests of a server refer to. The objects of `environment` outlive it.
+// Finds what requests of a server refer to. The objects of `environment` outlive it.
 Finders FindersOf(const CallEnvironment& environment);
 
 // The methods of ops::kOps. `environment` outlives the registry. Returns the names of the services.

@@ -58,7 +58,7 @@ class Client(Base):
     tls: TLS to the server; None: plaintext.
     token: sent as `authorization: Bearer TOKEN`; or a function that returns it, called for every attempt.
     token_over_plaintext: send the token without TLS also to another machine, where others on the network can read it.
-    state_sizes: tell the server the size of each message, so that it keeps no more room for it.
+    state_sizes: tell the server the size of each message in the call's headers: it decides before the message comes.
     throttle: where the server refuses most calls of a method for its load, do not send all of them: about three for
         every two that it takes. The others end with ResourceExhausted, "not sent: ...".
     max_message_bytes: larger requests are refused here, unsent; 0: no limit of the client's.

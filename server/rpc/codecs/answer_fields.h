@@ -20,9 +20,9 @@ inline constexpr size_t kMaxTimingsBytes = 8 * (1 + kMaxVarintSize);
 inline constexpr size_t kMaxFixedBytes =
     3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads of WriteStatus and WriteTimings
 
-// The bytes of an answer with all output arrays of `spec`, written by any function of this file, and two counts
-// for each row. A RowStatus takes less in the answer than in its array, which makes room for larger
-// counts.
+// The bytes of an answer with all output arrays of `spec`, written by any function of this file,
+// and two counts for each row. A RowStatus takes less in the answer than in its array, which makes
+// room for larger counts.
 inline int64_t MaxAnswerBytes(const engine::JobSpec& spec) {
   constexpr size_t kMaxCountBytes = 2;  // below 2^14
   const size_t heads = (spec.key.op->outputs.size() + 2) * kMaxLengthHead;

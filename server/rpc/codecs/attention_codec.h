@@ -20,7 +20,8 @@
 
 namespace logitd::rpc {
 
-// What is said once for a tensor, as it is in the message. The backward has some of it.
+// Fields that are said once for a tensor, as they are in the message. The backward has some of
+// them.
 struct AttentionHeader {
   int32_t dtype = 0;  // logitd.v1.DType
   int64_t batch = 0;

@@ -56,7 +56,7 @@ class OpCodec {
   // Bytes copied out of the message and kept until WriteInputs. After Parse.
   virtual int64_t list_bytes() const { return 0; }
 
-  // Where the payload is: in the pieces that Parse read, or in a lease.
+  // The place of the payload: in the pieces that Parse read, or in a lease.
   virtual Payload payload() const = 0;
 
   // The payload has been copied: from here on its place is not needed.
@@ -75,7 +75,7 @@ class OpCodec {
   // them.
   virtual EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) = 0;
 
-  // Where in a lease the first output goes. After Parse.
+  // The place in a lease where the first output goes. After Parse.
   virtual SharedPlace shared_place() const { return {}; }
 
   // The part of the answer that goes to a lease, which Encode leaves out. It must be there before

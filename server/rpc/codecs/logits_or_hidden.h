@@ -1,5 +1,5 @@
-// What the rows of a request are, logits or hidden states of a head, and where they lie: in the
-// message or in a lease. For the ops that have a linear form.
+// The rows of a request, logits or hidden states of a head, and where they lie: in the message or in
+// a lease. For the ops that have a linear form.
 #ifndef LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 #define LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 
@@ -25,7 +25,7 @@ namespace logitd::rpc {
 using FindHead =
     std::function<absl::StatusOr<std::shared_ptr<const engine::Head>>(std::string_view name)>;
 
-// What requests refer to by name.
+// Finds what requests refer to by name.
 struct Finders {
   FindHead head;    // null where hidden states cannot come
   FindLease lease;  // null: the server leases nothing

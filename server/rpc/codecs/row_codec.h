@@ -1,4 +1,4 @@
-// What the codecs of ops on logits or hidden states have in common.
+// The common part of the codecs of ops on logits or hidden states.
 #ifndef LOGITD_SERVER_RPC_CODECS_ROW_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_ROW_CODEC_H_
 

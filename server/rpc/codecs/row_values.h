@@ -1,5 +1,5 @@
-// What rows are given in a message: parameters, with one value for all rows or one for each, and
-// lists, whole for all rows or cut into a piece for each.
+// Values of rows in a message: parameters, with one value for all rows or one for each, and lists,
+// whole for all rows or cut into a piece for each.
 #ifndef LOGITD_SERVER_RPC_CODECS_ROW_VALUES_H_
 #define LOGITD_SERVER_RPC_CODECS_ROW_VALUES_H_
 
@@ -63,7 +63,7 @@ AnyLists ListsFor(const RowParam<Row> (&params)[N]) {
   return lists;
 }
 
-// Whether the caller must send a value.
+// True: the caller must send a value.
 template <typename Row>
 bool IsRequired(const RowParam<Row>& param) {
   return param.default_value < param.allowed.low;

@@ -49,7 +49,7 @@ inline constexpr NamedField<SampleFields> kSampleListFields[] = {
 // As ParseMessage. Checks only the encoding, not the values.
 absl::Status ParseSampleFields(Pieces pieces, size_t max_list, SampleFields* fields);
 
-// What Sample and Verify have in common.
+// The common part of Sample and Verify.
 //
 // Fills the rows of `input` and takes the lists out of `fields`. INVALID_ARGUMENT: fields that
 // contradict each other, by name; values are checked by CheckSample.

@@ -30,7 +30,7 @@ struct ScoreTotals {
   double target_logprob_sum = 0;
 };
 
-// What the first message of a sequence may say for the later ones.
+// Settings that the first message of a sequence may say for the later ones.
 struct ScoreSettings : InputFields {
   std::optional<int64_t> ignore_index;
   AnyLists params = ListsFor(kCrossEntropyParams);
@@ -51,7 +51,7 @@ struct ScoreFields : ScoreSettings {
 // As ParseMessage. Checks only the encoding, not the values.
 absl::Status ParseScoreFields(Pieces pieces, size_t max_list, ScoreFields* fields);
 
-// What the messages of a stream have in common; a call is a stream of one. The calls of Parse come
+// The common state of the messages of a stream; a call is a stream of one. The calls of Parse come
 // one after another, and so do those of Conclude.
 struct ScoreSequence {
   // For Parse.

@@ -1,7 +1,7 @@
 // A gRPC call on an HTTP/2 stream: metadata, deadline, messages, status.
 //
 // The wire is that of the gRPC specification (PROTOCOL-HTTP2.md of grpc/grpc): messages are not
-// compressed, a refusal is trailers alone, and a peer that has not ended is told to stop.
+// compressed, a refusal is only trailers, and a peer that has not ended is told to stop.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_SERVER_CALL_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_SERVER_CALL_H_
 

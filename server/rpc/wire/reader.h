@@ -1,5 +1,4 @@
-// Reads protobuf messages where they lie: in the slices the transport delivered, without assembling
-// them.
+// Reads protobuf messages where they lie, in one piece of memory or in several.
 //
 // A message is described by a table of fields (see Field), so that the next one costs a table. What
 // is accepted and what the fields hold equals the generated parser of protobuf 3.21 (proto3
@@ -68,8 +67,8 @@ struct Nested {
   absl::InlinedVector<ByteRange, 1> parts;
 };
 
-// What a oneof of `bytes` and messages holds: the fields share one member, and the last on the wire
-// wins.
+// The content of a oneof of `bytes` and messages: the fields share one member, and the last on the
+// wire wins.
 struct Choice {
   uint32_t number = 0;  // of the field; 0: none was there
   ByteRange range;      // of a field of bytes
@@ -176,7 +175,7 @@ Outcome ReadValue(WireReader& reader, WireType type, size_t max_list, AnyList* v
 Outcome ReadChoice(WireReader& reader, WireType type, size_t max_list, uint32_t number,
                    bool is_message, Choice* value);
 
-// Where a field of `message` goes.
+// The member of `message` that a field goes to.
 template <typename M, typename T>
 T& PlaceOf(M* message, T M::*member) {
   return message->*member;
