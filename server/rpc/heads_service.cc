@@ -152,27 +152,18 @@ bool HeadsService::loading() const {
 }
 
 void HeadsService::Register(Registry* registry) {
-  unload_ = UnaryPlainCall::Parsed<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
-      [this](const v1::UnloadHeadRequest& request, v1::UnloadHeadResponse*) {
-        return Unload(request);
-      });
-  list_ = UnaryPlainCall::Parsed<v1::ListHeadsRequest, v1::ListHeadsResponse>(
-      [this](const v1::ListHeadsRequest&, v1::ListHeadsResponse* answer) { return List(answer); });
-  get_ = UnaryPlainCall::Parsed<v1::GetHeadRequest, v1::GetHeadResponse>(
-      [this](const v1::GetHeadRequest& request, v1::GetHeadResponse* answer) {
-        return Get(request, answer);
-      });
   registry->Add(std::string(kLoad.path), [this](http2::Stream* stream) {
     return std::make_shared<LoadCall>(stream, environment_, this);
   });
-  const auto add = [this, registry](const PlainMethod& method, const UnaryPlainCall::Serve& serve) {
-    registry->Add(std::string(method.path), [this, &method, &serve](http2::Stream* stream) {
-      return std::make_shared<UnaryPlainCall>(stream, environment_, method, serve);
-    });
-  };
-  add(kUnload, unload_);
-  add(kList, list_);
-  add(kGet, get_);
+  AddUnary<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
+      kUnload, environment_, registry,
+      [this](const auto& request, auto* /*answer*/) { return Unload(request); });
+  AddUnary<v1::ListHeadsRequest, v1::ListHeadsResponse>(
+      kList, environment_, registry,
+      [this](const auto& /*request*/, auto* answer) { return List(answer); });
+  AddUnary<v1::GetHeadRequest, v1::GetHeadResponse>(
+      kGet, environment_, registry,
+      [this](const auto& request, auto* answer) { return Get(request, answer); });
 }
 
 engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {

@@ -54,9 +54,6 @@ class HeadsService {
   const std::string root_;
   const std::string remote_listen_;
   const CallEnvironment& environment_;
-  UnaryPlainCall::Serve unload_;
-  UnaryPlainCall::Serve list_;
-  UnaryPlainCall::Serve get_;
   mutable absl::Mutex mutex_;
   std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::shared_ptr<LoadCall>> loads_ ABSL_GUARDED_BY(mutex_);

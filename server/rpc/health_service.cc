@@ -19,6 +19,16 @@ HealthCheckResponse::ServingStatus StatusOf(std::optional<bool> serving) {
   return *serving ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING;
 }
 
+http2::ServerOptions OptionsOfProbes(int loop) {
+  http2::ServerOptions options = {.loops = 1,
+                                  .first_loop = loop,
+                                  .max_connections = ProbeServer::kMaxConnections,
+                                  .max_held_bytes = int64_t{8} << 20};
+  options.limits.max_streams = 16;
+  options.times.max_idle = absl::Minutes(5);
+  return options;
+}
+
 }  // namespace
 
 // Sends the status of one service when it begins, and whenever it changes.
@@ -65,20 +75,15 @@ class HealthService::WatchCall final : public PlainCall {
   std::optional<HealthCheckResponse::ServingStatus> sent_;
 };
 
-HealthService::HealthService(const CallEnvironment& environment)
-    : environment_(environment),
-      check_(UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
-          [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
-            const std::optional<bool> serving = Get(request.service());
-            if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
-            response->set_status(StatusOf(serving));
-            return absl::OkStatus();
-          })) {}
-
 void HealthService::Register(Registry* registry) {
-  registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
-  });
+  AddUnary<HealthCheckRequest, HealthCheckResponse>(
+      kCheck, environment_, registry,
+      [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
+        const std::optional<bool> serving = Get(request.service());
+        if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
+        response->set_status(StatusOf(serving));
+        return absl::OkStatus();
+      });
   registry->Add(std::string(kWatch.path), [this](http2::Stream* stream) {
     return std::make_shared<WatchCall>(stream, this);
   });
@@ -110,6 +115,18 @@ std::optional<bool> HealthService::Get(const std::string& service) const {
 std::optional<bool> HealthService::Read(const bool* serving) const {
   absl::MutexLock lock(&mutex_);
   return serving == nullptr ? std::nullopt : std::optional<bool>(*serving);
+}
+
+ProbeServer::ProbeServer(const CallTracker& tracker, int loop, HealthService* health)
+    : tracker_(tracker), server_(OptionsOfProbes(loop), this) {
+  health->Register(&registry_);
+}
+
+absl::Status ProbeServer::Listen(absl::Span<const std::string> addresses,
+                                 std::optional<mode_t> socket_mode) {
+  if (absl::Status status = server_.Listen(addresses, socket_mode); !status.ok()) return status;
+  server_.Start();
+  return absl::OkStatus();
 }
 
 }  // namespace logitd::rpc

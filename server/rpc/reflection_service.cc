@@ -1,4 +1,4 @@
-#include "server/rpc/reflection_service.h"
+#include "server/rpc/services.h"
 
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/descriptor.pb.h>

@@ -26,6 +26,8 @@
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
+#include "server/rpc/transport/plain_call.h"
+#include "server/rpc/transport/ring_call.h"
 #include "server/rpc/transport/stream_call.h"
 #include "server/rpc/transport/unary_call.h"
 
@@ -84,8 +86,7 @@ std::string_view Lasting(std::string path) {
   return *paths.insert(std::move(path)).first;
 }
 
-}  // namespace
-
+// What requests of a server refer to.
 Finders FindersOf(const CallEnvironment& environment) {
   Finders find = {
       .head = [heads = environment.heads](std::string_view name) { return heads->Find(name); },
@@ -95,6 +96,45 @@ Finders FindersOf(const CallEnvironment& environment) {
   }
   return find;
 }
+
+// Less than this is what is left of work that ended long ago.
+constexpr double kLately = 1e-6;
+
+v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
+  const engine::Metrics& metrics = *environment.metrics;
+  const engine::Admission& admission = *environment.admission;
+  v1::GetLoadResponse load;
+  load.set_draining(admission.draining());
+  load.set_open_calls(metrics.Get(engine::Gauge::kOpenCalls));
+  load.set_open_streams(metrics.Get(engine::Gauge::kOpenStreams));
+  load.set_waiting_calls(metrics.Get(engine::Gauge::kWaitingCalls));
+  load.set_queued_jobs(metrics.Get(engine::Gauge::kQueuedJobs));
+  load.set_open_jobs(metrics.Get(engine::Gauge::kOpenJobs));
+  load.set_held_bytes(admission.held_bytes());
+  load.set_max_held_bytes(admission.options().max_held_bytes);
+  if (const auto predicted = environment.load->PredictNext()) {
+    load.set_predicted_call_ns(absl::ToInt64Nanoseconds(*predicted));
+  }
+  const engine::Activity::View view = environment.engine->activity().Read(engine::MonotonicNanos());
+  load.set_busy(view.busy);
+  load.set_devices(environment.engine->devices().left());
+  for (const engine::Activity::OfOp& op : view.ops) {
+    if (op.busy < kLately) continue;
+    v1::OpLoad* ran = load.add_ops();
+    ran->set_name(std::string(op.op));
+    ran->set_rows_per_s(op.rows_per_s);
+    ran->set_busy(op.busy);
+  }
+  return load;
+}
+
+constexpr PlainMethod kGetInfo = {.path = "/logitd.v1.Server/GetInfo"};
+constexpr PlainMethod kGetLoad = {.path = "/logitd.v1.Server/GetLoad"};
+
+constexpr std::string_view kTopK = "/logitd.v1.Sampler/TopK";
+constexpr std::string_view kSample = "/logitd.v1.Sampler/Sample";
+
+}  // namespace
 
 std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registry* registry) {
   const Finders find = FindersOf(environment);
@@ -129,77 +169,40 @@ std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registr
   return services;
 }
 
-namespace {
-
-// Less than this is what is left of work that ended long ago.
-constexpr double kLately = 1e-6;
-
-v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
-  const engine::Metrics& metrics = *environment.metrics;
-  const engine::Admission& admission = *environment.admission;
-  v1::GetLoadResponse load;
-  load.set_draining(admission.draining());
-  load.set_open_calls(metrics.Get(engine::Gauge::kOpenCalls));
-  load.set_open_streams(metrics.Get(engine::Gauge::kOpenStreams));
-  load.set_waiting_calls(metrics.Get(engine::Gauge::kWaitingCalls));
-  load.set_queued_jobs(metrics.Get(engine::Gauge::kQueuedJobs));
-  load.set_open_jobs(metrics.Get(engine::Gauge::kOpenJobs));
-  load.set_held_bytes(admission.held_bytes());
-  load.set_max_held_bytes(admission.options().max_held_bytes);
-  if (const auto predicted = environment.load->PredictNext()) {
-    load.set_predicted_call_ns(absl::ToInt64Nanoseconds(*predicted));
-  }
-  const engine::Activity::View view = environment.engine->activity().Read(engine::MonotonicNanos());
-  load.set_busy(view.busy);
-  load.set_devices(environment.engine->devices().left());
-  for (const engine::Activity::OfOp& op : view.ops) {
-    if (op.busy < kLately) continue;
-    v1::OpLoad* ran = load.add_ops();
-    ran->set_name(std::string(op.op));
-    ran->set_rows_per_s(op.rows_per_s);
-    ran->set_busy(op.busy);
-  }
-  return load;
+void RegisterServer(v1::GetInfoResponse info, const CallEnvironment& environment,
+                    Registry* registry) {
+  AddUnary<v1::GetInfoRequest, v1::GetInfoResponse>(
+      kGetInfo, environment, registry,
+      [&environment, info = std::move(info)](const auto& /*request*/, auto* answer) {
+        *answer = info;
+        answer->set_draining(environment.admission->draining());
+        const engine::Devices& devices = environment.engine->devices();
+        for (int i = 0; i < devices.count(); ++i) {
+          answer->mutable_devices(i)->set_lost(devices.lost(i));
+          answer->mutable_devices(i)->set_head_bytes(environment.heads->bytes(i));
+        }
+        *answer->mutable_device() = answer->devices(0);
+        return absl::OkStatus();
+      });
+  AddUnary<v1::GetLoadRequest, v1::GetLoadResponse>(
+      kGetLoad, environment, registry, [&environment](const auto& /*request*/, auto* answer) {
+        *answer = LoadOf(environment);
+        return absl::OkStatus();
+      });
 }
 
-}  // namespace
-
-constexpr PlainMethod kGetInfo = {.path = "/logitd.v1.Server/GetInfo"};
-constexpr PlainMethod kGetLoad = {.path = "/logitd.v1.Server/GetLoad"};
-
-ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
-    : info_(std::move(info)),
-      environment_(environment),
-      get_info_(UnaryPlainCall::Parsed<v1::GetInfoRequest, v1::GetInfoResponse>(
-          [this](const v1::GetInfoRequest&, v1::GetInfoResponse* answer) {
-            *answer = Info();
-            return absl::OkStatus();
-          })),
-      get_load_(UnaryPlainCall::Parsed<v1::GetLoadRequest, v1::GetLoadResponse>(
-          [this](const v1::GetLoadRequest&, v1::GetLoadResponse* answer) {
-            *answer = LoadOf(environment_);
-            return absl::OkStatus();
-          })) {}
-
-void ServerService::Register(Registry* registry) {
-  registry->Add(std::string(kGetInfo.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetInfo, get_info_);
-  });
-  registry->Add(std::string(kGetLoad.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetLoad, get_load_);
-  });
-}
-
-v1::GetInfoResponse ServerService::Info() const {
-  v1::GetInfoResponse info = info_;
-  info.set_draining(environment_.admission->draining());
-  const engine::Devices& devices = environment_.engine->devices();
-  for (int i = 0; i < devices.count(); ++i) {
-    info.mutable_devices(i)->set_lost(devices.lost(i));
-    info.mutable_devices(i)->set_head_bytes(environment_.heads->bytes(i));
-  }
-  *info.mutable_device() = info.devices(0);
-  return info;
+arena::ServeRing MakeRingService(const CallEnvironment& environment) {
+  const Finders find = FindersOf(environment);
+  return
+      [environment, topk = ForTokens<TopKCodec>(find, /*is_stream=*/false),
+       sample = ForTokens<SampleCodec>(find, /*is_stream=*/false)](
+          const std::shared_ptr<arena::Ring>& ring, uint64_t serial, arena::RingRequest request) {
+        const bool is_topk = request.method == RingMethod::kTopK;
+        auto call = std::make_shared<RingCall>(environment, ring, serial, is_topk ? kTopK : kSample,
+                                               is_topk ? topk() : sample());
+        call->Start(std::move(request));
+        return call;
+      };
 }
 
 }  // namespace logitd::rpc

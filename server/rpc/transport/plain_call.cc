@@ -97,11 +97,4 @@ void PlainCall::OnOver() {
                            .total_ns = age_ns()});
 }
 
-void UnaryPlainCall::OnRequest(std::string_view message) {
-  std::string answer;
-  const absl::Status status = serve_(message, &answer);
-  if (status.ok()) Write(EncodedMessage::Copy(answer));
-  End(status);
-}
-
 }  // namespace logitd::rpc
