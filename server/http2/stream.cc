@@ -102,7 +102,7 @@ void Stream::Respond(absl::Span<const Field> headers) {
   if (connection_->session_ == nullptr || std::exchange(responded_, true)) return;
   const NvList list = ListOf(headers);
   const nghttp2_data_provider body = {.source = {.ptr = this},
-                                      .read_callback = &Connection::ReadBodyOf};
+                                      .read_callback = &Connection::ReadBody};
   nghttp2_submit_response(connection_->session_, id_, list.data(), list.size(), &body);
   connection_->Wake();
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "kernels/status_macros.h"
 #include "server/base/clock.h"
 #include "server/engine/devices.h"
 
@@ -192,10 +193,8 @@ absl::Status HeadsService::CheckMayChange() const {
 }
 
 absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
-  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
-  if (absl::Status status = environment_.heads->Check(RequestOf(*call)); !status.ok()) {
-    return status;
-  }
+  LOGITD_RETURN_IF_ERROR(CheckMayChange());
+  LOGITD_RETURN_IF_ERROR(environment_.heads->Check(RequestOf(*call)));
   const std::string& name = call->request().name();
   absl::MutexLock lock(&mutex_);
   const auto same = [&](const auto& other) { return other->request().name() == name; };
@@ -268,7 +267,7 @@ void HeadsService::Run(LoadCall& call) {
 }
 
 absl::Status HeadsService::Unload(const v1::UnloadHeadRequest& request) const {
-  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
+  LOGITD_RETURN_IF_ERROR(CheckMayChange());
   return Bounded(environment_.heads->Unload(request.name()));
 }
 
