@@ -412,14 +412,8 @@ void Connection::OnFrameSent(const nghttp2_frame* frame) {
   if (!stop_.set()) loop_->timers().Set(&stop_, stream->stop_ns_);
 }
 
-void Connection::SubmitTrailers(Stream* stream) {
-  absl::InlinedVector<nghttp2_nv, 8> list;
-  for (const auto& [name, value] : stream->trailers_) list.push_back(ToNv({name, value}));
-  nghttp2_submit_trailer(session_, stream->id_, list.data(), list.size());
-}
-
 ssize_t Connection::ReadBody(nghttp2_session*, int32_t, uint8_t*, size_t most, uint32_t* flags,
-                             nghttp2_data_source* source, void* user) {
+                             nghttp2_data_source* source, void*) {
   auto* const stream = static_cast<Stream*>(source->ptr);
   *flags |= NGHTTP2_DATA_FLAG_NO_COPY;
   const auto unsent = static_cast<size_t>(stream->unsent_bytes_);
@@ -429,7 +423,7 @@ ssize_t Connection::ReadBody(nghttp2_session*, int32_t, uint8_t*, size_t most, u
   }
   if (unsent <= most && stream->ended_) {
     *flags |= NGHTTP2_DATA_FLAG_EOF | NGHTTP2_DATA_FLAG_NO_END_STREAM;
-    static_cast<Connection*>(user)->SubmitTrailers(stream);
+    stream->SubmitTrailers();
   }
   return static_cast<ssize_t>(std::min(unsent, most));
 }

@@ -51,8 +51,6 @@ struct Account {
   int64_t held() const;
 };
 
-nghttp2_nv ToNv(const Field& field);
-
 // Limits of time. InfiniteDuration: none.
 struct Times {
   absl::Duration preface = absl::Seconds(20);  // until the peer's settings, after the handshake
@@ -189,7 +187,6 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   int CountControl(const nghttp2_frame_hd& frame);
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
-  void SubmitTrailers(Stream* stream);
   void Wake();
   void Hold(std::atomic<int64_t>* count, int64_t more) {
     count->store(count->load(std::memory_order_relaxed) + more, std::memory_order_relaxed);

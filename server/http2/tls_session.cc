@@ -197,30 +197,25 @@ TlsSession::Step TlsSession::Fail(HandshakeEnd why, std::string text) {
 
 TlsSession::Step TlsSession::Handshake() {
   if (ssl_ == nullptr || broken_) return Step::kFailed;
-  if (!SSL_is_init_finished(ssl_.get())) {
-    // No read-ahead yet: bytes that follow the handshake stay in the kernel, where epoll sees them.
-    ERR_clear_error();
-    const int done = SSL_do_handshake(ssl_.get());
-    const int error = SSL_get_error(ssl_.get(), done);
-    if (done != 1 && error != SSL_ERROR_WANT_READ) {
-      if (eof_ || socket_error_ != 0) return Fail(HandshakeEnd::kClosed, "the peer has gone");
-      const long verified = SSL_get_verify_result(ssl_.get());
-      const unsigned long reason = ERR_GET_REASON(ERR_peek_last_error());
-      if (verified != X509_V_OK) {
-        return Fail(HandshakeEnd::kCertificate, X509_verify_cert_error_string(verified));
-      }
-      return Fail(reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE ? HandshakeEnd::kCertificate
-                                                                    : HandshakeEnd::kProtocol,
-                  door::TakeOpensslError());
+  // No read-ahead yet: bytes that follow the handshake stay in the kernel, where epoll sees them.
+  ERR_clear_error();
+  const int done = SSL_do_handshake(ssl_.get());
+  const int error = SSL_get_error(ssl_.get(), done);
+  if (done != 1 && error != SSL_ERROR_WANT_READ) {
+    if (eof_ || socket_error_ != 0) return Fail(HandshakeEnd::kClosed, "the peer has gone");
+    const long verified = SSL_get_verify_result(ssl_.get());
+    const unsigned long reason = ERR_GET_REASON(ERR_peek_last_error());
+    if (verified != X509_V_OK) {
+      return Fail(HandshakeEnd::kCertificate, X509_verify_cert_error_string(verified));
     }
-    const Flush flushed = FlushPending();
-    if (flushed == Flush::kFailed) return Fail(HandshakeEnd::kClosed, "the peer has gone");
-    if (flushed == Flush::kBlocked) return Step::kWantWrite;
-    if (done != 1) return Step::kWantRead;
+    return Fail(reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE ? HandshakeEnd::kCertificate
+                                                                  : HandshakeEnd::kProtocol,
+                door::TakeOpensslError());
   }
   const Flush flushed = FlushPending();
   if (flushed == Flush::kFailed) return Fail(HandshakeEnd::kClosed, "the peer has gone");
   if (flushed == Flush::kBlocked) return Step::kWantWrite;
+  if (done != 1) return Step::kWantRead;
   const unsigned char* protocol = nullptr;
   unsigned int protocol_bytes = 0;
   SSL_get0_alpn_selected(ssl_.get(), &protocol, &protocol_bytes);
@@ -231,10 +226,6 @@ TlsSession::Step TlsSession::Handshake() {
   SSL_set_read_ahead(ssl_.get(), 1);
   return Step::kDone;
 }
-
-bool TlsSession::has_begun() const { return messages_ > 0; }
-
-HandshakeEnd TlsSession::failure() const { return failure_; }
 
 std::vector<std::string> TlsSession::CertificateNames() const {
   std::vector<std::string> names;

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "server/door/openssl.h"
 #include "server/door/tls_context.h"
 
 namespace logitd::http2 {
@@ -34,7 +33,6 @@ inline constexpr auto kHandshakeEndNames = std::to_array<std::string_view>(
     {"ok", "timeout", "evicted", "closed", "protocol", "certificate"});
 
 // Used by one thread at a time. Never blocks.
-//
 class TlsSession {
  public:
   // Memory, measured and rounded up: during a handshake and after it. kReadBuffer more while a record
@@ -56,9 +54,9 @@ class TlsSession {
   enum class Step { kDone, kWantRead, kWantWrite, kFailed };
   Step Handshake();
   // The peer's hello has come.
-  bool has_begun() const;
+  bool has_begun() const { return messages_ > 0; }
   // After kFailed: why, and in words.
-  HandshakeEnd failure() const;
+  HandshakeEnd failure() const { return failure_; }
   const std::string& failure_text() const { return failure_text_; }
 
   // After kDone: the names in the peer's certificate, "uri:...", "dns:..." of its alternative

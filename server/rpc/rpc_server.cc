@@ -58,19 +58,6 @@ v1::GetInfoResponse MakeInfo(const RpcServerOptions& options, const engine::Devi
   return info;
 }
 
-http2::ServerOptions ServerOptionsOf(const RpcServerOptions& options) {
-  http2::ServerOptions server = {.loops = options.loops,
-                                 .limits = options.limits,
-                                 .max_connections = options.max_connections,
-                                 .max_held_bytes = options.max_connection_bytes,
-                                 .tls = options.tls};
-  server.times.send = options.peer_timeout;
-  server.times.max_age = options.max_connection_age;
-  server.times.max_idle = options.max_connection_idle;
-  server.times.keepalive = options.keepalive_time;
-  return server;
-}
-
 }  // namespace
 
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows) {
@@ -83,8 +70,9 @@ RpcServer::RpcServer(const RpcServerOptions& options, engine::Admission* admissi
       load_(&engine->costs(), metrics, absl::Now, &engine->devices(),
             engine::Load::ShortCallsFor(UsableCores())),
       log_(options.slow_call),
-      tracker_(options.peer_timeout, admission->options().retry_delay, options.loops + 1, metrics),
-      turn_jobs_(engine, options.loops),
+      tracker_(options.http2.times.send, admission->options().retry_delay, options.http2.loops + 1,
+               metrics),
+      turn_jobs_(engine, options.http2.loops),
       environment_{.admission = admission,
                    .engine = engine,
                    .heads = heads,
@@ -102,8 +90,8 @@ RpcServer::RpcServer(const RpcServerOptions& options, engine::Admission* admissi
       services_(RegisterOps(environment_, &registry_)),
       heads_(options.head_root, options.remote_listen, environment_),
       health_(environment_),
-      probes_(tracker_, options.loops, &health_),
-      server_(ServerOptionsOf(options), this) {
+      probes_(tracker_, options.http2.loops, &health_),
+      server_(options.http2, this) {
   heads_.Register(&registry_);
   RegisterServer(MakeInfo(options, engine->devices(), admission->options(), engine->options()),
                  environment_, &registry_);

@@ -17,7 +17,6 @@
 #include "server/arena/ring.h"
 #include "server/door/door_metrics.h"
 #include "server/door/identities.h"
-#include "server/door/tls_context.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -44,22 +43,13 @@ struct RpcServerOptions {
   int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it
   std::string head_root;                                // see HeadsService
   std::string remote_listen;                            // see HeadsService
-  absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
-  int loops = 1;                                        // event loops, one thread each
-  http2::Limits limits;                                 // of a connection
-  int64_t max_connections = 1024;
-  int64_t max_connection_bytes = int64_t{256} << 20;  // http2::ServerOptions::max_held_bytes
-  std::shared_ptr<door::DoorMetrics> door_metrics;    // null: none
-  std::shared_ptr<const door::TlsSource> tls;         // null: no TLS
+  http2::ServerOptions http2;  // a peer has `times.send` to send a message, too
+  std::shared_ptr<door::DoorMetrics> door_metrics;  // null: none
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
   const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server
   engine::Places* places = nullptr;       // for large messages; outlives the server
-  // See the flags of the same names. InfiniteDuration: never.
-  absl::Duration max_connection_age = absl::InfiniteDuration();
-  absl::Duration max_connection_idle = absl::InfiniteDuration();
-  absl::Duration keepalive_time = absl::Minutes(1);
 };
 
 // Bytes of the largest message: a payload of `max_request_bytes` and the other fields of

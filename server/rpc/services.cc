@@ -5,15 +5,12 @@
 #include <algorithm>
 #include <iterator>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "absl/algorithm/container.h"
-#include "absl/base/const_init.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
@@ -77,14 +74,6 @@ constexpr OpCodecs kCodecs[] = {
      &v1::AttentionSoftmaxBackwardRequest::descriptor},
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
-
-// A copy of `path` that lasts as long as the program. Servers that register a path again share it.
-std::string_view Lasting(std::string path) {
-  static absl::Mutex mutex(absl::kConstInit);
-  static auto& paths = *new std::set<std::string>();
-  const absl::MutexLock lock(&mutex);
-  return *paths.insert(std::move(path)).first;
-}
 
 // What requests of a server refer to.
 Finders FindersOf(const CallEnvironment& environment) {
@@ -150,19 +139,18 @@ std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registr
       return Access{.method = {method.data(), method.size()}, .role = codecs.role};
     };
     const auto path = [&](std::string_view method) {
-      return Lasting(absl::StrCat("/", service, "/", std::string(method)));
+      return absl::StrCat("/", service, "/", std::string(method));
     };
-    const std::string_view unary = path(op.method);
-    registry->Add(
-        std::string(unary), [=, &environment, access = access(op.method)](http2::Stream* stream) {
-          return std::make_shared<UnaryCall>(stream, unary, environment, access,
-                                             codecs.for_call(find, /*is_stream=*/false)());
-        });
+    registry->Add(path(op.method), [=, &environment, path = path(op.method),
+                                    access = access(op.method)](http2::Stream* stream) {
+      return std::make_shared<UnaryCall>(stream, path, environment, access,
+                                         codecs.for_call(find, /*is_stream=*/false)());
+    });
     if (op.stream_method.empty()) continue;
-    const std::string_view streaming = path(op.stream_method);
-    registry->Add(std::string(streaming),
-                  [=, &environment, access = access(op.stream_method)](http2::Stream* stream) {
-                    return std::make_shared<StreamCall>(stream, streaming, environment, access,
+    registry->Add(path(op.stream_method),
+                  [=, &environment, path = path(op.stream_method),
+                   access = access(op.stream_method)](http2::Stream* stream) {
+                    return std::make_shared<StreamCall>(stream, path, environment, access,
                                                         codecs.for_call(find, /*is_stream=*/true));
                   });
   }

@@ -82,7 +82,7 @@ absl::Status CallHeaders::Read(ServerCall& call, const CallEnvironment& environm
     return status;
   }
   LOGITD_RETURN_IF_ERROR(
-      Accept(Authorize(call.metadata(), peer, environment.identities, access, metrics), metrics));
+      Accept(Authorize(&call.metadata(), peer, environment.identities, access, metrics), metrics));
   if (!environment.admission->draining()) return absl::OkStatus();
   metrics->CountRefused(engine::Refusal::kDraining, caller.proof);
   return engine::DrainingError();

@@ -30,7 +30,7 @@ class ServerCall;
 struct CallHeaders {
   engine::Caller caller;  // an identity, or else a connection
   Authorization authorization;
-  std::shared_ptr<CallPlace> place;  // among the identity's calls; null: it has no limit
+  std::shared_ptr<const void> place;  // among the identity's calls; null: it has no limit
   absl::Time deadline = absl::InfiniteFuture();
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
@@ -39,7 +39,7 @@ struct CallHeaders {
   // it has and what is allowed; UNAVAILABLE: the server drains; else errors of Authorize and Accept.
   // All are counted.
   absl::Status Read(ServerCall& call, const CallEnvironment& environment, const Access& access);
-  // Fills `authorization`, `place` and `caller` from the answer of Authorize or AuthorizeUser. Errors:
+  // Fills `authorization`, `place` and `caller` from the answer of Authorize. Errors:
   // its own and TakePlace's.
   absl::Status Accept(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 

@@ -17,7 +17,7 @@ void PlainCall::Begin() {
   if (method_.open) return;
   const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
   const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
-  const absl::Status status = Authorize(metadata(), connection().peer(), environment_.identities,
+  const absl::Status status = Authorize(&metadata(), connection().peer(), environment_.identities,
                                         access, environment_.metrics)
                                   .status();
   if (!status.ok()) End(status);

@@ -100,8 +100,9 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   const std::string_view name = method_.substr(method_.rfind('/') + 1);
   engine::Metrics* const metrics = environment().metrics;
   LOGITD_RETURN_IF_ERROR(headers_.Accept(
-      AuthorizeUser(ring_->user().uid, PeerOf(*ring_), environment().identities,
-                    {.method = {name.data(), name.size()}, .role = door::Role::kInfer}, metrics),
+      Authorize(/*metadata=*/nullptr, {.name = PeerOf(*ring_), .uid = ring_->user().uid},
+                environment().identities,
+                {.method = {name.data(), name.size()}, .role = door::Role::kInfer}, metrics),
       metrics));
   message_bytes_ = static_cast<int64_t>(request.message.size());
   {

@@ -35,22 +35,17 @@ absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
     ok = text[i] >= '0' && text[i] <= '9';
     number = 10 * number + (text[i] - '0');
   }
-  const std::string_view unit = text.empty() ? text : text.substr(text.size() - 1);
-  if (ok && unit == "H")
-    *timeout = absl::Hours(number);
-  else if (ok && unit == "M")
-    *timeout = absl::Minutes(number);
-  else if (ok && unit == "S")
-    *timeout = absl::Seconds(number);
-  else if (ok && unit == "m")
-    *timeout = absl::Milliseconds(number);
-  else if (ok && unit == "u")
-    *timeout = absl::Microseconds(number);
-  else if (ok && unit == "n")
-    *timeout = absl::Nanoseconds(number);
-  else
+  constexpr std::pair<char, absl::Duration> kUnits[] = {
+      {'H', absl::Hours(1)},        {'M', absl::Minutes(1)},      {'S', absl::Seconds(1)},
+      {'m', absl::Milliseconds(1)}, {'u', absl::Microseconds(1)}, {'n', absl::Nanoseconds(1)}};
+  const auto* const unit = std::find_if(std::begin(kUnits), std::end(kUnits), [&](const auto& of) {
+    return ok && of.first == text.back();
+  });
+  if (unit == std::end(kUnits)) {
     return absl::InvalidArgumentError(
         "grpc-timeout: got a malformed value, allowed 1 to 8 digits and one of H, M, S, m, u, n");
+  }
+  *timeout = number * unit->second;
   return absl::OkStatus();
 }
 
@@ -105,11 +100,6 @@ struct Trailers {
   }
 };
 
-void EndWithHttpStatus(http2::Stream* stream, std::string_view code) {
-  const http2::Field fields[] = {{":status", code}, {"content-length", "0"}};
-  stream->End(fields);
-}
-
 }  // namespace
 
 void EndStream(http2::Stream* stream, const absl::Status& status, const CallTracker& tracker,
@@ -122,40 +112,33 @@ void EndStream(http2::Stream* stream, const absl::Status& status, const CallTrac
 
 bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
   const http2::HeaderList& headers = stream->headers();
-  switch (stream->refusal()) {
-    case http2::Refusal::kNone:
-      break;
-    case http2::Refusal::kHeaderList:
-      tracker.CountRefused(engine::Refusal::kHeaderList);
-      EndStream(stream,
-                absl::ResourceExhaustedError(absl::StrFormat("metadata: got %d bytes, allowed %d",
-                                                             stream->header_list_bytes(),
-                                                             stream->max_header_list())),
-                tracker, nullptr);
-      return true;
-    case http2::Refusal::kMemory:
-      tracker.CountRefused(engine::Refusal::kConnectionBytes);
-      EndStream(
-          stream,
-          absl::ResourceExhaustedError("connections hold as much memory as they may; retry later"),
-          tracker, nullptr);
-      return true;
+  const auto refuse = [&](engine::Refusal reason, const std::string& text) {
+    tracker.CountRefused(reason);
+    EndStream(stream, absl::ResourceExhaustedError(text), tracker, nullptr);
+    return true;
+  };
+  if (stream->refusal() == http2::Refusal::kHeaderList) {
+    return refuse(engine::Refusal::kHeaderList,
+                  absl::StrFormat("metadata: got %d bytes, allowed %d", stream->header_list_bytes(),
+                                  stream->max_header_list()));
+  }
+  if (stream->refusal() == http2::Refusal::kMemory) {
+    return refuse(engine::Refusal::kConnectionBytes,
+                  "connections hold as much memory as they may; retry later");
   }
   if (headers.Find(":method") != "POST") {
     const http2::Field fields[] = {{":status", "405"}, {"allow", "POST"}, {"content-length", "0"}};
     stream->End(fields);
     return true;
   }
-  std::string_view type = headers.Find("content-type");
-  if (type.starts_with(kContentType))
-    type.remove_prefix(sizeof(kContentType) - 1);
-  else
-    type = "?";
-  if (!type.empty() && type[0] != '+' && type[0] != ';') {
-    EndWithHttpStatus(stream, "415");
-    return true;
+  const std::string_view type = headers.Find("content-type");
+  if (type.starts_with(kContentType)) {
+    const std::string_view rest = type.substr(sizeof(kContentType) - 1);
+    if (rest.empty() || rest[0] == '+' || rest[0] == ';') return false;
   }
-  return false;
+  const http2::Field fields[] = {{":status", "415"}, {"content-length", "0"}};
+  stream->End(fields);
+  return true;
 }
 
 ServerCall::ServerCall(http2::Stream* stream, CallTracker* tracker)
