@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_format.h"
 #include "grpc/health/v1/health.pb.h"
+#include "kernels/status_macros.h"
 
 namespace logitd::rpc {
 namespace {
@@ -40,7 +41,7 @@ class HealthService::WatchCall final : public PlainCall {
   // On the loop.
   void Look() {
     if (!asked_ || finished()) return;
-    const auto status = StatusOf(health_->Read(service_));
+    const auto status = StatusOf(service_.has_value() ? health_->Get(*service_) : std::nullopt);
     if (status == sent_) return;
     sent_ = status;
     HealthCheckResponse response;
@@ -53,10 +54,9 @@ class HealthService::WatchCall final : public PlainCall {
     HealthCheckRequest request;
     if (absl::Status status = Parse(message, &request); !status.ok()) return End(status);
     asked_ = true;
+    if (health_->Get(request.service()).has_value()) service_ = request.service();
     {
       absl::MutexLock lock(&health_->mutex_);
-      const auto service = health_->serving_.find(request.service());
-      if (service != health_->serving_.end()) service_ = &service->second;
       health_->watches_.emplace(this, weak_from_this());
     }
     Look();
@@ -71,7 +71,7 @@ class HealthService::WatchCall final : public PlainCall {
 
   HealthService* const health_;
   bool asked_ = false;
-  const bool* service_ = nullptr;  // of its service in `serving_`; null: an unknown one
+  std::optional<std::string> service_;  // nullopt: an unknown one, whose name is not kept
   std::optional<HealthCheckResponse::ServingStatus> sent_;
 };
 
@@ -112,11 +112,6 @@ std::optional<bool> HealthService::Get(const std::string& service) const {
   return at == serving_.end() ? std::nullopt : std::optional<bool>(at->second);
 }
 
-std::optional<bool> HealthService::Read(const bool* serving) const {
-  absl::MutexLock lock(&mutex_);
-  return serving == nullptr ? std::nullopt : std::optional<bool>(*serving);
-}
-
 ProbeServer::ProbeServer(const CallTracker& tracker, int loop, HealthService* health)
     : tracker_(tracker), server_(OptionsOfProbes(loop), this) {
   health->Register(&registry_);
@@ -124,7 +119,7 @@ ProbeServer::ProbeServer(const CallTracker& tracker, int loop, HealthService* he
 
 absl::Status ProbeServer::Listen(absl::Span<const std::string> addresses,
                                  std::optional<mode_t> socket_mode) {
-  if (absl::Status status = server_.Listen(addresses, socket_mode); !status.ok()) return status;
+  LOGITD_RETURN_IF_ERROR(server_.Listen(addresses, socket_mode));
   server_.Start();
   return absl::OkStatus();
 }

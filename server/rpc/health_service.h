@@ -40,9 +40,6 @@ class HealthService {
  private:
   class WatchCall;
 
-  // `serving`: in `serving_`; null: nullopt.
-  std::optional<bool> Read(const bool* serving) const;
-
   const CallEnvironment& environment_;
   mutable absl::Mutex mutex_;
   std::map<std::string, bool> serving_ ABSL_GUARDED_BY(mutex_);

@@ -106,7 +106,7 @@ class ReflectionCall final : public PlainCall {
     }
     Send(response);
   }
-  void OnRequestsEnd() override { End(absl::OkStatus()); }
+  void OnHalfClose() override { End(absl::OkStatus()); }
 
   const std::vector<std::string>& services_;
 };

@@ -100,21 +100,18 @@ RpcServer::RpcServer(const RpcServerOptions& options, engine::Admission* admissi
   RegisterReflection(services_, environment_, &registry_);
 }
 
-absl::Status RpcServer::Listen(const RpcServerOptions& options) {
-  LOGITD_RETURN_IF_ERROR(server_.Listen(options.listen, options.socket_mode));
-  SetServing(true);
-  server_.Start();
-  if (options.probe_listen.empty()) return absl::OkStatus();
-  return probes_.Listen(options.probe_listen, options.socket_mode);
-}
-
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options,
                                                             engine::Admission* admission,
                                                             engine::Engine* engine,
                                                             engine::Heads* heads,
                                                             engine::Metrics* metrics) {
   std::unique_ptr<RpcServer> server(new RpcServer(options, admission, engine, heads, metrics));
-  LOGITD_RETURN_IF_ERROR(server->Listen(options));
+  LOGITD_RETURN_IF_ERROR(server->server_.Listen(options.listen, options.socket_mode));
+  server->SetServing(true);
+  server->server_.Start();
+  if (!options.probe_listen.empty()) {
+    LOGITD_RETURN_IF_ERROR(server->probes_.Listen(options.probe_listen, options.socket_mode));
+  }
   return server;
 }
 

@@ -105,7 +105,6 @@ class RpcServer final : private http2::ServerEvents {
  private:
   RpcServer(const RpcServerOptions& options, engine::Admission* admission, engine::Engine* engine,
             engine::Heads* heads, engine::Metrics* metrics);
-  absl::Status Listen(const RpcServerOptions& options);
   void EachCall(std::function<void(ServerCall*)> use);
 
   // http2::ServerEvents

@@ -57,15 +57,10 @@ void CallLog::WriteStream(const CallReport& report) const {
 }
 
 void CallLog::Write(const CallReport& report) const {
-  const bool slow = report.total_ns >= slow_ns_;
-  // At debug the lines are complete.
-  if (spdlog::should_log(spdlog::level::debug)) {
-    if (slow) {
-      spdlog::info("slow call {}", Line(report));
-    } else {
-      spdlog::debug("call {}", Line(report));
-    }
-  } else if (slow && log::Allow(log::Source::kSlowCalls)) {
+  const bool all = spdlog::should_log(spdlog::level::debug);  // then no line is left out
+  if (report.total_ns < slow_ns_) {
+    if (all) WriteStream(report);
+  } else if (all || log::Allow(log::Source::kSlowCalls)) {
     spdlog::info("slow call {}", Line(report));
   }
 }

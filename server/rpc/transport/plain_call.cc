@@ -48,9 +48,7 @@ void PlainCall::OnWritten() {
   if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(false);
 }
 
-void PlainCall::OnHalfClose() { OnRequestsEnd(); }
-
-void PlainCall::OnRequestsEnd() {
+void PlainCall::OnHalfClose() {
   if (!have_message_) End(TruncatedError());
 }
 

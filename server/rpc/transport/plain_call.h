@@ -41,8 +41,6 @@ class PlainCall : public ServerCall {
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
-  // The peer sends no more. By default a call without a message ends with an error.
-  virtual void OnRequestsEnd();
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
   // INVALID_ARGUMENT: it is malformed.
@@ -51,6 +49,7 @@ class PlainCall : public ServerCall {
   void Answer(const absl::Status& status, const google::protobuf::MessageLite& answer);
   void Send(const google::protobuf::MessageLite& answer);
   void End(const absl::Status& status) override;
+  void OnHalfClose() override;
   void OnOver() override;
 
   const CallEnvironment& environment() const { return environment_; }
@@ -60,7 +59,6 @@ class PlainCall : public ServerCall {
   void Begin() override;
   void OnMessageSize(size_t bytes) override;
   void OnMessage(MessageMemory message) override;
-  void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
   void OnWritten() override;
 

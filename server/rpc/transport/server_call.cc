@@ -21,8 +21,6 @@ absl::Status TruncatedError() {
 
 namespace {
 
-constexpr char kContentType[] = "application/grpc";
-
 // A grpc-timeout: up to eight digits and a unit. InfiniteDuration: there is none. A malformed one is
 // refused.
 absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
@@ -108,37 +106,6 @@ void EndStream(http2::Stream* stream, const absl::Status& status, const CallTrac
   Fields fields = {{":status", "200"}, {"content-type", kContentType}};
   fields.insert(fields.end(), trailers.fields.begin(), trailers.fields.end());
   stream->End(fields);
-}
-
-bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
-  const http2::HeaderList& headers = stream->headers();
-  const auto refuse = [&](engine::Refusal reason, const std::string& text) {
-    tracker.CountRefused(reason);
-    EndStream(stream, absl::ResourceExhaustedError(text), tracker, nullptr);
-    return true;
-  };
-  if (stream->refusal() == http2::Refusal::kHeaderList) {
-    return refuse(engine::Refusal::kHeaderList,
-                  absl::StrFormat("metadata: got %d bytes, allowed %d", stream->header_list_bytes(),
-                                  stream->max_header_list()));
-  }
-  if (stream->refusal() == http2::Refusal::kMemory) {
-    return refuse(engine::Refusal::kConnectionBytes,
-                  "connections hold as much memory as they may; retry later");
-  }
-  if (headers.Find(":method") != "POST") {
-    const http2::Field fields[] = {{":status", "405"}, {"allow", "POST"}, {"content-length", "0"}};
-    stream->End(fields);
-    return true;
-  }
-  const std::string_view type = headers.Find("content-type");
-  if (type.starts_with(kContentType)) {
-    const std::string_view rest = type.substr(sizeof(kContentType) - 1);
-    if (rest.empty() || rest[0] == '+' || rest[0] == ';') return false;
-  }
-  const http2::Field fields[] = {{":status", "415"}, {"content-length", "0"}};
-  stream->End(fields);
-  return true;
 }
 
 ServerCall::ServerCall(http2::Stream* stream, CallTracker* tracker)
@@ -252,7 +219,10 @@ void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
   taking_ = true;
   while (!finished_ && !over()) {
     if (state_ == State::kReceiving) {
-      TakeMessage(&bytes);
+      const auto run = bytes.first(std::min(memory_.bytes.size() - have_, bytes.size()));
+      std::copy(run.begin(), run.end(), memory_.bytes.begin() + static_cast<ptrdiff_t>(have_));
+      bytes.remove_prefix(run.size());
+      have_ += run.size();
       if (have_ < memory_.bytes.size()) break;
       EndMessage();
     } else if (state_ == State::kWhole && seen_.empty() && bytes.size() >= message_bytes_) {
@@ -312,14 +282,6 @@ void ServerCall::TakePrefix(absl::Span<const std::byte>* bytes) {
   for (size_t i = 1; i < kPrefixBytes; ++i) {
     message_bytes_ = message_bytes_ << 8 | std::to_integer<size_t>(prefix_[i]);
   }
-}
-
-void ServerCall::TakeMessage(absl::Span<const std::byte>* bytes) {
-  const size_t run = std::min(memory_.bytes.size() - have_, bytes->size());
-  if (run == 0) return;
-  std::memcpy(memory_.bytes.data() + have_, bytes->data(), run);
-  bytes->remove_prefix(run);
-  have_ += run;
 }
 
 void ServerCall::EndMessage() {

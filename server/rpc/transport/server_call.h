@@ -133,9 +133,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void OnClosed(http2::Closed why) final;
 
   void Absorb(absl::Span<const std::byte> bytes);
-  // Takes what a prefix or a message needs from the start of `bytes`.
+  // Takes what a prefix needs from the start of `bytes`.
   void TakePrefix(absl::Span<const std::byte>* bytes);
-  void TakeMessage(absl::Span<const std::byte>* bytes);
   void EndMessage();
   void GoOn();  // absorbs what has come meanwhile
   bool Keep(absl::Span<const std::byte> bytes);
@@ -182,8 +181,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
 // The status of a call that ends without a whole message.
 absl::Status TruncatedError();
 
-// Ends a stream that is no gRPC call, or that must be refused. False: it is one.
-bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker);
+// The beginning of a call's content-type.
+inline constexpr std::string_view kContentType = "application/grpc";
 
 // Ends a stream with a status only.
 void EndStream(http2::Stream* stream, const absl::Status& status, const CallTracker& tracker,
