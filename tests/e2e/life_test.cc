@@ -246,13 +246,5 @@ TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
   }
 }
 
-TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
-  ServerProcess server;
-  const Ended ended =
-      RunToEnd({"--backend=cpu", "--listen=" + server.tcp(), "--metrics-listen=off"});
-  EXPECT_EQ(ended.exit_code, 1) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr(server.tcp()));
-}
-
 }  // namespace
 }  // namespace logitd::e2e

@@ -136,7 +136,8 @@ TEST(SampleCodecTest, ATopKThatKeepsAllIsTakenAsEveryClientWritesIt) {
   EXPECT_EQ(As<SampleRow>(p.Inputs()[ops::kSampleInRows.index])[3].top_k, -1);
 }
 
-TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
+// Two rows for the head of one_head.h.
+v1::SampleRequest Hidden() {
   v1::SampleRequest request;
   request.set_dtype(v1::DTYPE_F32);
   request.set_rows(2);
@@ -144,6 +145,11 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   request.set_hidden_size(2);
   request.set_hidden(std::string(16, '\1'));
   request.add_seed(5);
+  return request;
+}
+
+TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
+  v1::SampleRequest request = Hidden();
   request.add_top_k(4);  // more than the head's 3 tokens: off
   request.set_allowed_tokens(std::string("\x05\0\0\0", 4));
   Parsed p(request);
@@ -163,71 +169,53 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   EXPECT_EQ(Parsed(request).status.code(), absl::StatusCode::kNotFound);
 }
 
-TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+// Hands a batch with the request's rows to linear_sample.
+struct Enqueued {
+  explicit Enqueued(const v1::SampleRequest& request) {
+    const Parsed p(request);
+    EXPECT_TRUE(p.status.ok()) << p.status;
+    const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
+    const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
+    EXPECT_TRUE(ops::kLinearSampleTraits
+                    .enqueue(stream, {.dtype = DType::kF32,
+                                      .counts = p.spec.counts,
+                                      .row_elements = 5,
+                                      .row_stride = 32,
+                                      .payload = memory + 48,
+                                      .max_row_entries = p.spec.max_row_entries,
+                                      .wanted = p.spec.wanted,
+                                      .inputs = inputs,
+                                      .outputs = outputs,
+                                      .head = &head})
+                    .ok());
+  }
+
   alignas(16) std::byte memory[64];
-  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
-  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
   const HeadView head = {.weight = {.rows = 7, .cols = 5}};
   FakeStream stream;
-  ASSERT_TRUE(ops::kLinearSampleTraits
-                  .enqueue(stream, {.dtype = DType::kF32,
-                                    .counts = {3},
-                                    .row_elements = 5,
-                                    .row_stride = 32,
-                                    .payload = memory + 48,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  const auto& last = stream.last<LinearSampleArgs>();
-  EXPECT_EQ(last.hidden.data, memory + 48);
-  EXPECT_EQ(last.hidden.rows, 3);
+};
+
+TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+  Enqueued batch(Hidden());
+  const auto& last = batch.stream.last<LinearSampleArgs>();
+  EXPECT_EQ(last.hidden.data, batch.memory + 48);
+  EXPECT_EQ(last.hidden.rows, 2);
   EXPECT_EQ(last.hidden.cols, 5);
   EXPECT_EQ(last.head.vocab(), 7);
-  EXPECT_EQ(static_cast<const void*>(last.sample.tokens), memory + 16);
+  EXPECT_EQ(static_cast<const void*>(last.sample.tokens), batch.memory + 16);
   EXPECT_FALSE(last.sample.edited);
 }
 
-// What linear_sample is told of a batch with the request's rows.
-int32_t MaxKeptOf(const v1::SampleRequest& request) {
-  Parsed p(request);
-  EXPECT_TRUE(p.status.ok()) << p.status;
-  alignas(16) std::byte memory[64];
-  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
-  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
-  const HeadView head = {.weight = {.rows = 7, .cols = 5}};
-  FakeStream stream;
-  EXPECT_TRUE(ops::kLinearSampleTraits
-                  .enqueue(stream, {.dtype = DType::kF32,
-                                    .counts = p.spec.counts,
-                                    .row_elements = 5,
-                                    .row_stride = 32,
-                                    .payload = memory + 48,
-                                    .max_row_entries = p.spec.max_row_entries,
-                                    .wanted = p.spec.wanted,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  return stream.max_kept();
-}
-
 TEST(SampleCodecTest, ABatchTellsHowManyTokensItsRowsNeedUnlessOneMayNeedAny) {
-  v1::SampleRequest request;
-  request.set_dtype(v1::DTYPE_F32);
-  request.set_rows(2);
-  request.set_head("h");
-  request.set_hidden_size(2);
-  request.set_hidden(std::string(16, '\1'));
-  request.add_seed(5);
+  v1::SampleRequest request = Hidden();
   request.add_top_k(2);
   request.add_top_k(1);
-  EXPECT_EQ(MaxKeptOf(request), 2);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
   request.set_top_k(1, 0);  // off: any token may be drawn
-  EXPECT_EQ(MaxKeptOf(request), 0);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 0);
   request.add_temperature(1);
   request.add_temperature(0);
-  EXPECT_EQ(MaxKeptOf(request), 2);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
 }
 
 v1::SampleRequest WithLists() {

@@ -266,21 +266,21 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_EQ(response.SerializeAsString(), answer.ToString());
 }
 
-TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
+TEST(TopKCodecTest, EnqueueHandsTheBatchAndItsHeadToTheOp) {
   alignas(16) std::byte memory[64];
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
+  const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
+  engine::BatchView batch = {.dtype = DType::kBF16,
+                             .counts = {3, 9},
+                             .row_elements = 5,
+                             .row_stride = 16,
+                             .payload = memory + 48,
+                             .max_row_entries = 4,
+                             .inputs = inputs,
+                             .outputs = outputs};
   FakeStream stream;
-  ASSERT_TRUE(ops::kSoftmaxTopKTraits
-                  .enqueue(stream, {.dtype = DType::kBF16,
-                                    .counts = {3, 9},
-                                    .row_elements = 5,
-                                    .row_stride = 16,
-                                    .payload = memory + 48,
-                                    .max_row_entries = 4,
-                                    .inputs = inputs,
-                                    .outputs = outputs})
-                  .ok());
+  ASSERT_TRUE(ops::kSoftmaxTopKTraits.enqueue(stream, batch).ok());
   const SoftmaxTopKArgs& last = stream.last<SoftmaxTopKArgs>();
   EXPECT_EQ(last.logits.data, memory + 48);
   EXPECT_EQ(last.logits.dtype, DType::kBF16);
@@ -294,33 +294,17 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(static_cast<const void*>(last.indices), outputs[ops::kTopKIndices.index]);
   EXPECT_EQ(static_cast<const void*>(last.probs), outputs[ops::kTopKProbs.index]);
   EXPECT_EQ(ops::kSoftmaxTopKTraits.outputs[ops::kTopKStatus.index].bytes, sizeof(RowStatus));
-}
 
-TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
-  alignas(16) std::byte memory[64];
-  std::byte* const inputs[] = {memory + 40};
-  std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
-  const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
-  FakeStream stream;
-  ASSERT_TRUE(ops::kLinearTopKTraits
-                  .enqueue(stream, {.dtype = DType::kBF16,
-                                    .counts = {3, 9},
-                                    .row_elements = 5,
-                                    .row_stride = 16,
-                                    .payload = memory + 48,
-                                    .max_row_entries = 4,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  const auto& last = stream.last<LinearTopKArgs>();
-  EXPECT_EQ(last.hidden.data, memory + 48);
-  EXPECT_EQ(last.hidden.cols, 5);
-  EXPECT_EQ(last.hidden.row_stride, 8);
-  EXPECT_EQ(last.head.vocab(), 7);
-  EXPECT_EQ(last.head.softcap, 3);
-  EXPECT_EQ(last.topk.max_k, 4);
-  EXPECT_EQ(static_cast<const void*>(last.topk.probs), outputs[ops::kTopKProbs.index]);
+  batch.head = &head;
+  ASSERT_TRUE(ops::kLinearTopKTraits.enqueue(stream, batch).ok());
+  const auto& linear = stream.last<LinearTopKArgs>();
+  EXPECT_EQ(linear.hidden.data, memory + 48);
+  EXPECT_EQ(linear.hidden.cols, 5);
+  EXPECT_EQ(linear.hidden.row_stride, 8);
+  EXPECT_EQ(linear.head.vocab(), 7);
+  EXPECT_EQ(linear.head.softcap, 3);
+  EXPECT_EQ(linear.topk.max_k, 4);
+  EXPECT_EQ(static_cast<const void*>(linear.topk.probs), outputs[ops::kTopKProbs.index]);
 }
 
 }  // namespace
