@@ -157,14 +157,21 @@ void HeadsService::Register(Registry* registry) {
     return std::make_shared<LoadCall>(stream, environment_, this);
   });
   AddUnary<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
-      kUnload, environment_, registry,
-      [this](const auto& request, auto* /*answer*/) { return Unload(request); });
+      kUnload, environment_, registry, [this](const auto& request, auto* /*answer*/) {
+        LOGITD_RETURN_IF_ERROR(CheckMayChange());
+        return Bounded(environment_.heads->Unload(request.name()));
+      });
   AddUnary<v1::ListHeadsRequest, v1::ListHeadsResponse>(
-      kList, environment_, registry,
-      [this](const auto& /*request*/, auto* answer) { return List(answer); });
+      kList, environment_, registry, [this](const auto& /*request*/, auto* answer) {
+        for (const auto& head : environment_.heads->List()) *answer->add_heads() = Describe(*head);
+        return absl::OkStatus();
+      });
   AddUnary<v1::GetHeadRequest, v1::GetHeadResponse>(
-      kGet, environment_, registry,
-      [this](const auto& request, auto* answer) { return Get(request, answer); });
+      kGet, environment_, registry, [this](const auto& request, auto* answer) {
+        const auto head = environment_.heads->Find(request.name());
+        if (head.ok()) *answer->mutable_head() = Describe(**head);
+        return Bounded(head.status());
+      });
 }
 
 engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
@@ -240,12 +247,6 @@ void HeadsService::RunLoads() {
   }
 }
 
-// A device that is lost while others are left is no reason not to try again.
-absl::Status HeadsService::StatusOf(const absl::Status& load) const {
-  if (!absl::IsInternal(load) || environment_.engine->devices().left() < 2) return load;
-  return absl::UnavailableError(absl::StrCat(load.message(), "; the other devices serve on"));
-}
-
 void HeadsService::Run(LoadCall& call) {
   v1::LoadHeadResponse last;
   const auto head =
@@ -261,26 +262,14 @@ void HeadsService::Run(LoadCall& call) {
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
-  call.Conclude(StatusOf(head.status()), last);
+  absl::Status status = head.status();
+  // A device that is lost while others are left is no reason not to try again.
+  if (absl::IsInternal(status) && environment_.engine->devices().left() >= 2) {
+    status = absl::UnavailableError(absl::StrCat(status.message(), "; the other devices serve on"));
+  }
+  call.Conclude(status, last);
   // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
-}
-
-absl::Status HeadsService::Unload(const v1::UnloadHeadRequest& request) const {
-  LOGITD_RETURN_IF_ERROR(CheckMayChange());
-  return Bounded(environment_.heads->Unload(request.name()));
-}
-
-absl::Status HeadsService::List(v1::ListHeadsResponse* answer) const {
-  for (const auto& head : environment_.heads->List()) *answer->add_heads() = Describe(*head);
-  return absl::OkStatus();
-}
-
-absl::Status HeadsService::Get(const v1::GetHeadRequest& request,
-                               v1::GetHeadResponse* answer) const {
-  const auto head = environment_.heads->Find(request.name());
-  if (head.ok()) *answer->mutable_head() = Describe(**head);
-  return Bounded(head.status());
 }
 
 }  // namespace logitd::rpc

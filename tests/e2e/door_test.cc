@@ -121,49 +121,44 @@ TEST(ResidentMemoryTest, AListThatGrowsInDecompressionIsCut) {
   server.ExpectGrownLess(before, 32);
 }
 
-struct List {
-  const char* name;
-  int value_bytes;
-  bool split;
-  bool confirm;
-  bool accepted;
-};
-
-class HeaderListTest : public ::testing::TestWithParam<List> {};
-
-TEST_P(HeaderListTest, IsAcceptedUpToTheAdvertisedSize) {
-  ServerProcess server;
-  const std::string call = CallHeaders("/no.Such/Method");
-  const auto field = [](int bytes) {
-    return Field("x", std::string(static_cast<size_t>(bytes), 'y'));
+TEST(HeaderListTest, IsAcceptedUpToTheAdvertisedSize) {
+  const struct {
+    const char* name;
+    size_t value_bytes;
+    bool split;
+    bool confirm;
+    bool accepted;
+  } kCases[] = {
+      {"of_7_KiB", 7 << 10, false, true, true},
+      {"of_7_KiB_in_two_frames", 7 << 10, true, true, true},
+      {"of_9_KiB_in_two_frames", 9 << 10, true, true, false},
+      {"of_13_KiB_before_the_settings_are_confirmed", 13 << 10, false, false, false},
   };
-  const std::string half = field(GetParam().value_bytes / 2);
-  RawPeer peer(server.port(), GetParam().confirm);
-  peer.Send(GetParam().split
-                ? Frame(kHeaders, 0, 1, call + half) + Frame(kContinuation, kEndHeaders, 1, half)
-                : Frame(kHeaders, kEndHeaders, 1, call + field(GetParam().value_bytes)));
-  std::string status;
-  ASSERT_TRUE(peer.Gets(kHeaders, 1, kPatience, &status));
-  if (GetParam().accepted) {
-    EXPECT_THAT(status, HasSubstr("grpc-status: 12\n"));  // UNIMPLEMENTED
-  } else {
-    EXPECT_THAT(status, HasSubstr("grpc-status: 8\n"));  // RESOURCE_EXHAUSTED
-    EXPECT_THAT(status, ContainsRegex("grpc-message: metadata: got [0-9]+ bytes, allowed 8192\n"));
+  const ServerProcess server;
+  const std::string call = CallHeaders("/no.Such/Method");
+  for (const auto& list : kCases) {
+    SCOPED_TRACE(list.name);
+    const std::string half = Field("x", std::string(list.value_bytes / 2, 'y'));
+    RawPeer peer(server.port(), list.confirm);
+    peer.Send(list.split
+                  ? Frame(kHeaders, 0, 1, call + half) + Frame(kContinuation, kEndHeaders, 1, half)
+                  : Frame(kHeaders, kEndHeaders, 1,
+                          call + Field("x", std::string(list.value_bytes, 'y'))));
+    std::string status;
+    ASSERT_TRUE(peer.Gets(kHeaders, 1, kPatience, &status));
+    if (list.accepted) {
+      EXPECT_THAT(status, HasSubstr("grpc-status: 12\n"));  // UNIMPLEMENTED
+    } else {
+      EXPECT_THAT(status, HasSubstr("grpc-status: 8\n"));  // RESOURCE_EXHAUSTED
+      EXPECT_THAT(status,
+                  ContainsRegex("grpc-message: metadata: got [0-9]+ bytes, allowed 8192\n"));
+    }
+    // The other calls of the connection go on.
+    ASSERT_TRUE(peer.Send(Frame(kHeaders, kEndHeaders, 3, call)));
+    ASSERT_TRUE(peer.Gets(kHeaders, 3, kPatience, &status));
+    EXPECT_THAT(status, HasSubstr("grpc-status: 12\n"));
   }
-  // The other calls of the connection go on.
-  ASSERT_TRUE(peer.Send(Frame(kHeaders, kEndHeaders, 3, call)));
-  ASSERT_TRUE(peer.Gets(kHeaders, 3, kPatience, &status));
-  EXPECT_THAT(status, HasSubstr("grpc-status: 12\n"));
 }
-
-INSTANTIATE_TEST_SUITE_P(
-    All, HeaderListTest,
-    ::testing::Values(List{"of_7_KiB", 7 << 10, false, true, true},
-                      List{"of_7_KiB_in_two_frames", 7 << 10, true, true, true},
-                      List{"of_9_KiB_in_two_frames", 9 << 10, true, true, false},
-                      List{"of_13_KiB_before_the_settings_are_confirmed", 13 << 10, false, false,
-                           false}),
-    [](const auto& info) { return info.param.name; });
 
 TEST(DoorTest, AClientsListAboveTheAdvertisedSizeFailsItsCall) {
   ServerProcess server;

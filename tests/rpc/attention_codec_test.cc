@@ -15,8 +15,8 @@
 #include "logitd/v1/attention.pb.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_attention_request.h"
-#include "tests/fuzz/judged.h"
 #include "tests/rpc/attention_requests.h"
+#include "tests/rpc/judged.h"
 
 namespace logitd::rpc {
 namespace {

@@ -14,7 +14,7 @@
 #include "server/rpc/codecs/verify_codec.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_sample_request.h"
-#include "tests/fuzz/judged.h"
+#include "tests/rpc/judged.h"
 #include "tests/rpc/one_head.h"
 
 namespace logitd::rpc {

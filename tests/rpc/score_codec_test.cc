@@ -15,7 +15,7 @@
 #include "logitd/v1/scorer.pb.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_score_request.h"
-#include "tests/fuzz/judged.h"
+#include "tests/rpc/judged.h"
 #include "tests/rpc/one_head.h"
 
 namespace logitd::rpc {

@@ -11,7 +11,7 @@
 
 #include "server/rpc/wire/writer.h"
 #include "tests/fuzz/compare_topk_request.h"
-#include "tests/fuzz/judged.h"
+#include "tests/rpc/judged.h"
 
 namespace logitd::rpc {
 namespace {

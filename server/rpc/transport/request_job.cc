@@ -215,8 +215,6 @@ int64_t RequestJob::needed_bytes() const {
       codec_->answer_bytes());
 }
 
-void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
-
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
 // submitted, Submit sees it as dropped. The engine ignores a Cancel of a job that it does not know
 // yet.

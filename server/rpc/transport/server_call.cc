@@ -300,15 +300,12 @@ void ServerCall::OnEnd() {
 
 // ---- answering
 
-void ServerCall::SendHead() {
-  if (std::exchange(head_sent_, true)) return;
-  const http2::Field fields[] = {{":status", "200"}, {"content-type", kContentType}};
-  stream_->Respond(fields);
-}
-
 void ServerCall::Write(EncodedMessage message) {
   if (over() || finished_) return;
-  SendHead();
+  if (!std::exchange(head_sent_, true)) {
+    const http2::Field fields[] = {{":status", "200"}, {"content-type", kContentType}};
+    stream_->Respond(fields);
+  }
   sent_bytes_ += message.bytes();
   auto parts = message.Release();
   for (size_t i = 0; i < parts.size(); ++i) {

@@ -138,7 +138,6 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void EndMessage();
   void GoOn();  // absorbs what has come meanwhile
   bool Keep(absl::Span<const std::byte> bytes);
-  void SendHead();
 
   http2::Stream* stream_;  // null: over
   http2::Loop* const loop_;

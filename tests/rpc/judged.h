@@ -1,6 +1,6 @@
 // A hand-written reader and the generated one must agree on cut, damaged and kept messages.
-#ifndef LOGITD_TESTS_FUZZ_JUDGED_H_
-#define LOGITD_TESTS_FUZZ_JUDGED_H_
+#ifndef LOGITD_TESTS_RPC_JUDGED_H_
+#define LOGITD_TESTS_RPC_JUDGED_H_
 
 #include <gtest/gtest.h>
 
@@ -55,4 +55,4 @@ inline void ExpectCorpusAgrees(const std::string& fuzzer, Judge judge) {
 
 }  // namespace logitd::rpc::testing
 
-#endif  // LOGITD_TESTS_FUZZ_JUDGED_H_
+#endif  // LOGITD_TESTS_RPC_JUDGED_H_
