@@ -98,7 +98,11 @@ std::unique_ptr<TlsSession> TlsSession::Create(const door::TlsContext& context, 
   BIO_set_data(bio, session.get());
   BIO_set_init(bio, 1);
   SSL_set_bio(session->ssl_.get(), bio, bio);  // owns it
-  SSL_set_msg_callback(session->ssl_.get(), &OnMessage);
+  SSL_set_msg_callback(session->ssl_.get(),
+                       [](int sent, int, int type, const void*, size_t, SSL*, void* receiver) {
+                         if (sent == 0 && type == SSL3_RT_HANDSHAKE)
+                           ++static_cast<TlsSession*>(receiver)->messages_;
+                       });
   SSL_set_msg_callback_arg(session->ssl_.get(), session.get());
   return session;
 }
@@ -108,52 +112,45 @@ TlsSession::TlsSession(door::OwnedSsl ssl, int fd)
 
 TlsSession::~TlsSession() = default;
 
+// OpenSSL's way to the socket.
 const BIO_METHOD* TlsSession::SocketMethod() {
   static const BIO_METHOD* const method = [] {
     BIO_METHOD* const made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "logitd");
-    BIO_meth_set_read(made, &ReadSocket);
-    BIO_meth_set_write(made, &WriteSocket);
-    BIO_meth_set_ctrl(made, &ControlSocket);
+    BIO_meth_set_read(made, [](BIO* bio, char* data, int bytes) {
+      BIO_clear_retry_flags(bio);
+      return static_cast<TlsSession*>(BIO_get_data(bio))->ReadSocket(bio, data, bytes);
+    });
+    // Takes everything, so that OpenSSL never waits for the socket: the session knows what the kernel
+    // has not taken.
+    BIO_meth_set_write(made, [](BIO* bio, const char* data, int bytes) {
+      auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
+      BIO_clear_retry_flags(bio);
+      if (session->out_->size() > kMaxPending) return -1;
+      session->out_->append(data, static_cast<size_t>(bytes));
+      return bytes;
+    });
+    BIO_meth_set_ctrl(made, [](BIO* bio, int command, long, void*) -> long {
+      if (command == BIO_CTRL_EOF) return static_cast<TlsSession*>(BIO_get_data(bio))->eof_ ? 1 : 0;
+      return command == BIO_CTRL_FLUSH ? 1 : 0;
+    });
     return made;
   }();
   return method;
 }
 
 int TlsSession::ReadSocket(BIO* bio, char* data, int bytes) {
-  auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  if (session->TooManyMessages()) return -1;  // OpenSSL would take them as long as they come
+  if (TooManyMessages()) return -1;  // OpenSSL would take them as long as they come
   ssize_t got = 0;
   do {
-    got = recv(session->fd_, data, static_cast<size_t>(bytes), 0);
+    got = recv(fd_, data, static_cast<size_t>(bytes), 0);
   } while (got < 0 && errno == EINTR);
-  if (got == 0) session->eof_ = true;
+  if (got == 0) eof_ = true;
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
     BIO_set_retry_read(bio);
   } else if (got < 0) {
-    session->socket_error_ = errno;
+    socket_error_ = errno;
   }
   return static_cast<int>(got);
-}
-
-// Takes everything, so that OpenSSL never waits for the socket: the session knows what the kernel
-// has not taken.
-int TlsSession::WriteSocket(BIO* bio, const char* data, int bytes) {
-  auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  if (session->out_->size() > kMaxPending) return -1;
-  session->out_->append(data, static_cast<size_t>(bytes));
-  return bytes;
-}
-
-long TlsSession::ControlSocket(BIO* bio, int command, long, void*) {
-  if (command == BIO_CTRL_EOF) return static_cast<TlsSession*>(BIO_get_data(bio))->eof_ ? 1 : 0;
-  return command == BIO_CTRL_FLUSH ? 1 : 0;
-}
-
-void TlsSession::OnMessage(int sent, int, int type, const void*, size_t, SSL*, void* session) {
-  auto* const self = static_cast<TlsSession*>(session);
-  if (sent == 0 && type == SSL3_RT_HANDSHAKE) ++self->messages_;
 }
 
 bool TlsSession::TooManyMessages() const {

@@ -78,12 +78,7 @@ class TlsSession {
  private:
   TlsSession(door::OwnedSsl ssl, int fd);
   static const BIO_METHOD* SocketMethod();
-  static int ReadSocket(BIO* bio, char* data, int bytes);
-  static int WriteSocket(BIO* bio, const char* data, int bytes);
-  static long ControlSocket(BIO* bio, int command, long number, void* pointer);
-  static void OnMessage(int sent, int version, int type, const void* data, size_t bytes, SSL* ssl,
-                        void* session);
-
+  int ReadSocket(BIO* bio, char* data, int bytes);
   bool TooManyMessages() const;
 
   enum class Flush { kDone, kBlocked, kFailed };
