@@ -12,7 +12,7 @@
 #include "server/door/address.h"
 #include "server/http2/listener.h"
 #include "server/http2/tls_session.h"
-#include "server/rpc/probe_server.h"
+#include "server/rpc/health_service.h"
 
 namespace logitd {
 

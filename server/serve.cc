@@ -301,20 +301,20 @@ rpc::RpcServerOptions ServerOptions(const Config& config, const Parts& parts) {
           .max_request_bytes = config.max_request_bytes,
           .head_root = parts.head_root,
           .remote_listen = RemoteListen(config),
-          .peer_timeout = config.receive_timeout,
           .slow_call = config.slow_call,
-          .loops = config.loops > 0 ? config.loops : DefaultLoops(parts.cores),
-          .limits = LimitsOf(config),
-          .max_connections = parts.max_connections,
-          .max_connection_bytes = config.max_connection_bytes,
+          .http2 = {.loops = config.loops > 0 ? config.loops : DefaultLoops(parts.cores),
+                    .limits = LimitsOf(config),
+                    .times = {.send = config.receive_timeout,
+                              .max_age = config.max_connection_age,
+                              .max_idle = config.max_connection_idle,
+                              .keepalive = config.keepalive_time},
+                    .max_connections = parts.max_connections,
+                    .max_held_bytes = config.max_connection_bytes,
+                    .tls = parts.front_door.tls},
           .door_metrics = parts.door_metrics,
-          .tls = parts.front_door.tls,
           .identities = parts.front_door.identities.get(),
           .leases = parts.arenas == nullptr ? nullptr : parts.leases.get(),
-          .places = parts.places.get(),
-          .max_connection_age = config.max_connection_age,
-          .max_connection_idle = config.max_connection_idle,
-          .keepalive_time = config.keepalive_time};
+          .places = parts.places.get()};
 }
 
 void LogHostMemory(const Config& config, const engine::Devices& devices) {

@@ -11,8 +11,16 @@
 namespace logitd::door {
 namespace {
 
-prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add({});
+using prometheus::Family;
+
+Family<prometheus::Gauge>& Gauges(prometheus::Registry& registry, const char* name,
+                                  const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+
+Family<prometheus::Counter>& Counters(prometheus::Registry& registry, const char* name,
+                                      const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
 }
 
 }  // namespace
@@ -20,28 +28,25 @@ prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, co
 DoorMetrics::DoorMetrics(std::shared_ptr<prometheus::Registry> registry, int64_t max_connections,
                          int64_t max_connection_bytes, absl::Span<const std::string_view> reasons)
     : registry_(std::move(registry)),
-      open_(&AddGauge(*registry_, "logitd_connections", "Open connections.")),
-      resident_(&AddGauge(*registry_, "logitd_resident_bytes", "Resident memory.")),
-      resident_limit_(&AddGauge(*registry_, "logitd_resident_bytes_limit",
-                                "Most resident memory that the server allows itself.")),
-      refused_(&prometheus::BuildCounter()
-                    .Name("logitd_connections_refused_total")
-                    .Help("Connections closed as soon as they were accepted.")
-                    .Register(*registry_)
+      open_(&Gauges(*registry_, "logitd_connections", "Open connections.").Add({})),
+      resident_(&Gauges(*registry_, "logitd_resident_bytes", "Resident memory.").Add({})),
+      resident_limit_(&Gauges(*registry_, "logitd_resident_bytes_limit",
+                              "Most resident memory that the server allows itself.")
+                           .Add({})),
+      refused_(&Counters(*registry_, "logitd_connections_refused_total",
+                         "Connections closed as soon as they were accepted.")
                     .Add({})),
-      too_large_(&prometheus::BuildCounter()
-                      .Name("logitd_messages_too_large_total")
-                      .Help("Calls ended for a message larger than the server takes.")
-                      .Register(*registry_)
+      too_large_(&Counters(*registry_, "logitd_messages_too_large_total",
+                           "Calls ended for a message larger than the server takes.")
                       .Add({})) {
-  AddGauge(*registry_, "logitd_connections_limit", "Most connections that may be open.")
+  Gauges(*registry_, "logitd_connections_limit", "Most connections that may be open.")
+      .Add({})
       .Set(static_cast<double>(max_connections));
-  AddGauge(*registry_, "logitd_connection_bytes_limit", "Most that connections may hold.")
+  Gauges(*registry_, "logitd_connection_bytes_limit", "Most that connections may hold.")
+      .Add({})
       .Set(static_cast<double>(max_connection_bytes));
-  auto& family = prometheus::BuildCounter()
-                     .Name("logitd_connections_cut_total")
-                     .Help("Connections that the server ended, by why.")
-                     .Register(*registry_);
+  auto& family = Counters(*registry_, "logitd_connections_cut_total",
+                          "Connections that the server ended, by why.");
   for (const std::string_view reason : reasons) {
     cut_[reason] = &family.Add({{"reason", std::string(reason)}});
   }
@@ -58,15 +63,14 @@ void DoorMetrics::OnTooLarge() { too_large_->Increment(); }
 void DoorMetrics::OnHandshake(std::string_view end) { handshakes_.at(end)->Increment(); }
 
 void DoorMetrics::AddTls(absl::Span<const std::string_view> ends) {
-  auto& family = prometheus::BuildCounter()
-                     .Name("logitd_tls_handshakes_total")
-                     .Help("TLS handshakes that ended, by how.")
-                     .Register(*registry_);
+  auto& family =
+      Counters(*registry_, "logitd_tls_handshakes_total", "TLS handshakes that ended, by how.");
   for (const std::string_view end : ends) {
     handshakes_[end] = &family.Add({{"result", std::string(end)}});
   }
-  expiry_ = &AddGauge(*registry_, "logitd_tls_certificate_expiry_seconds",
-                      "When the server's certificate expires, as a Unix time.");
+  expiry_ = &Gauges(*registry_, "logitd_tls_certificate_expiry_seconds",
+                    "When the server's certificate expires, as a Unix time.")
+                 .Add({});
 }
 
 void DoorMetrics::SetCertificateExpiry(absl::Time expiry) {
@@ -74,14 +78,10 @@ void DoorMetrics::SetCertificateExpiry(absl::Time expiry) {
 }
 
 void DoorMetrics::AddFile(const std::string& file) {
-  auto& stale = prometheus::BuildGauge()
-                    .Name("logitd_file_stale")
-                    .Help("1: the file holds something that the server cannot use.")
-                    .Register(*registry_);
-  auto& reads = prometheus::BuildCounter()
-                    .Name("logitd_file_reads_total")
-                    .Help("Changes of the file that the server read.")
-                    .Register(*registry_);
+  auto& stale = Gauges(*registry_, "logitd_file_stale",
+                       "1: the file holds something that the server cannot use.");
+  auto& reads =
+      Counters(*registry_, "logitd_file_reads_total", "Changes of the file that the server read.");
   files_[file] = {.stale = &stale.Add({{"file", file}}),
                   .used = &reads.Add({{"file", file}, {"result", "used"}}),
                   .refused = &reads.Add({{"file", file}, {"result", "refused"}})};

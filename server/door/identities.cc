@@ -185,7 +185,6 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
     if (!names.insert(identity->name).second) {
       return Refuse(absl::StrCat(place, ".name"), name, "a name that no other identity has");
     }
-    bool credential = false;
     const auto read_token = [&](const Json& value) {
       if (!value.is_string() || value.get<std::string>().size() != 64) return false;
       const auto& hex = value.get_ref<const std::string&>();
@@ -198,7 +197,6 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
       const bool known = std::any_of(table.tokens.begin(), table.tokens.end(),
                                      [&](const auto& other) { return other.first == hash; });
       table.tokens.emplace_back(hash, i);
-      credential = true;
       return !known;
     };
     const auto read_certificate = [&](const Json& value) {
@@ -206,11 +204,9 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
       const auto& text = value.get_ref<const std::string&>();
       const bool typed = absl::StartsWith(text, "uri:") || absl::StartsWith(text, "dns:") ||
                          absl::StartsWith(text, "cn:");
-      credential = true;
       return typed && text.back() != ':' && table.certificates.emplace(text, i).second;
     };
     const auto read_uid = [&](const Json& value) {
-      credential = true;
       return value.is_number_unsigned() &&
              value.get<uint64_t>() < std::numeric_limits<uint32_t>::max() &&
              value.get<uint64_t>() != kUnknownUser &&
@@ -243,6 +239,8 @@ absl::StatusOr<Identities::Table> Identities::Parse(std::string_view text) {
     status.Update(ReadCount(entry, place, "max_held_bytes", &identity->max_held_bytes));
     status.Update(ReadCount(entry, place, "max_calls", &identity->max_calls));
     if (!status.ok()) return status;
+    const bool credential =
+        entry.contains("token_sha256") || entry.contains("certificates") || entry.contains("uids");
     if (!credential) {
       return Refuse(place, name, "an identity with token_sha256, certificates or uids");
     }

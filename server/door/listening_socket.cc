@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <optional>
 
 #include "absl/cleanup/cleanup.h"
@@ -31,9 +30,11 @@ absl::Status Failed(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
-struct CloseAddresses {
-  void operator()(addrinfo* list) const { freeaddrinfo(list); }
-};
+// The port in an address of IPv4 or IPv6, in the network's order.
+in_port_t& PortIn(sockaddr_storage* address) {
+  static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
+  return reinterpret_cast<sockaddr_in*>(address)->sin_port;
+}
 
 // Returns a socket, or the error's number below zero.
 int BindTcp(const addrinfo& at, uint16_t port, bool both_families) {
@@ -46,10 +47,8 @@ int BindTcp(const addrinfo& at, uint16_t port, bool both_families) {
   std::memcpy(&address, at.ai_addr, at.ai_addrlen);
   if (at.ai_family == AF_INET6) {
     setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &only_v6, sizeof(only_v6));
-    reinterpret_cast<sockaddr_in6*>(&address)->sin6_port = htons(port);
-  } else {
-    reinterpret_cast<sockaddr_in*>(&address)->sin_port = htons(port);
   }
+  PortIn(&address) = htons(port);
   if (bind(fd, reinterpret_cast<sockaddr*>(&address), at.ai_addrlen) == 0 &&
       listen(fd, kBacklog) == 0) {
     return fd;
@@ -63,8 +62,7 @@ uint16_t PortOf(int fd) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);
   getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  return ntohs(PortIn(&address));
 }
 
 bool HasIpv6() {
@@ -82,11 +80,11 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnTcp(const Address& address)
   if (const int error = getaddrinfo(both ? "::" : address.host.c_str(), "0", &hints, &found)) {
     return absl::UnavailableError(gai_strerror(error));
   }
-  const std::unique_ptr<addrinfo, CloseAddresses> list(found);
+  const absl::Cleanup free_found = [found] { freeaddrinfo(found); };
   std::vector<ListeningSocket> sockets;
   auto port = static_cast<uint16_t>(address.port);
   int error = 0;
-  for (const addrinfo* at = list.get(); at != nullptr; at = at->ai_next) {
+  for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
     const int fd = BindTcp(*at, port, both);
     if (fd >= 0) {
       port = PortOf(fd);

@@ -94,13 +94,12 @@ void WatchedFiles::Start() {
   thread_ = std::thread([this] { Run(); });
 }
 
-bool WatchedFiles::StopsWithin(absl::Duration time) {
-  absl::MutexLock lock(&mutex_);
-  return mutex_.AwaitWithTimeout(absl::Condition(&stop_), time);
-}
-
 void WatchedFiles::Run() {
-  while (!StopsWithin(period_)) {
+  const auto stops_within_period = [this] {
+    absl::MutexLock lock(&mutex_);
+    return mutex_.AwaitWithTimeout(absl::Condition(&stop_), period_);
+  };
+  while (!stops_within_period()) {
     for (Watched& watched : watched_) {
       bool changed = false;
       const absl::Status status = Look(watched, &changed);

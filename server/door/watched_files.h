@@ -48,7 +48,6 @@ class WatchedFiles {
   };
 
   void Run();
-  bool StopsWithin(absl::Duration time);
   // Uses the files if they changed.
   static absl::Status Look(Watched& watched, bool* changed);
 

@@ -288,36 +288,36 @@ bool Connection::Misplaced(const nghttp2_frame_hd& frame) const {
          });
 }
 
-int Connection::OnBeginFrame(const nghttp2_frame_hd& frame) {
+int Connection::OnBeginFrame(const nghttp2_frame_hd* frame) {
   data_stream_ = nullptr;
-  if (Misplaced(frame)) return Refuse(Cut::kProtocol);
-  if (frame.type != NGHTTP2_DATA && frame.type != NGHTTP2_HEADERS) {
-    if (frame.type == NGHTTP2_RST_STREAM) {
-      const Stream* const stream = Find(frame.stream_id);
+  if (Misplaced(*frame)) return Refuse(Cut::kProtocol);
+  if (frame->type != NGHTTP2_DATA && frame->type != NGHTTP2_HEADERS) {
+    if (frame->type == NGHTTP2_RST_STREAM) {
+      const Stream* const stream = Find(frame->stream_id);
       if (stream != nullptr && !stream->ended_ && !resets_.Take(loop_->now_ns())) {
         return Refuse(Cut::kResets);
       }
     }
-    return CountControl(frame);
+    return CountControl(*frame);
   }
   control_.Add(kControlFramesPerBody);
-  if (frame.type == NGHTTP2_HEADERS) return 0;
-  tiny_.Add(static_cast<double>(frame.length) / 1024);
-  if (frame.length < limits_.tiny_frame && !tiny_.Take(loop_->now_ns())) {
+  if (frame->type == NGHTTP2_HEADERS) return 0;
+  tiny_.Add(static_cast<double>(frame->length) / 1024);
+  if (frame->length < limits_.tiny_frame && !tiny_.Take(loop_->now_ns())) {
     return Refuse(Cut::kTinyFrames);
   }
-  Stream* const stream = Find(frame.stream_id);
+  Stream* const stream = Find(frame->stream_id);
   if (stream == nullptr || stream->events_ == nullptr || stream->ended_) return 0;
-  if ((frame.flags & NGHTTP2_FLAG_PADDED) != 0) return 0;
+  if ((frame->flags & NGHTTP2_FLAG_PADDED) != 0) return 0;
   data_stream_ = stream;
-  data_left_ = frame.length;
+  data_left_ = frame->length;
   return 0;
 }
 
-int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
-  if (frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;
+int Connection::OnBeginHeaders(const nghttp2_frame* frame) {
+  if (frame->headers.cat != NGHTTP2_HCAT_REQUEST) return 0;
   const int32_t next = last_stream_ + 2;
-  const int32_t id = frame.hd.stream_id;
+  const int32_t id = frame->hd.stream_id;
   if (id > next && gaps_.size() < kGaps) gaps_.push_back({next, id});
   last_stream_ = id;
   auto stream = std::make_unique<Stream>(this, id);
@@ -331,32 +331,34 @@ int Connection::OnBeginHeaders(const nghttp2_frame& frame) {
   return 0;
 }
 
-int Connection::OnHeader(const nghttp2_frame& frame, std::string_view name,
-                         std::string_view value) {
-  Stream* const stream = Find(frame.hd.stream_id);
+int Connection::OnHeader(const nghttp2_frame* frame, const uint8_t* name, size_t name_bytes,
+                         const uint8_t* value, size_t value_bytes, uint8_t) {
+  Stream* const stream = Find(frame->hd.stream_id);
   if (stream == nullptr) return 0;
-  stream->header_list_bytes_ += name.size() + value.size() + 32;
+  stream->header_list_bytes_ += name_bytes + value_bytes + 32;
   if (stream->header_list_bytes_ > limits_.hard_header_list) return Refuse(Cut::kHeaderList);
-  if (frame.headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers, which nobody reads
+  if (frame->headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers, which nobody reads
   if (stream->header_list_bytes_ > limits_.max_header_list) stream->refusal_ = Refusal::kHeaderList;
-  if (stream->refusal_ == Refusal::kNone) stream->headers_.Add(name, value);
+  if (stream->refusal_ != Refusal::kNone) return 0;
+  stream->headers_.Add({reinterpret_cast<const char*>(name), name_bytes},
+                       {reinterpret_cast<const char*>(value), value_bytes});
   return 0;
 }
 
-int Connection::OnFrame(const nghttp2_frame& frame) {
-  if (frame.hd.type == NGHTTP2_SETTINGS) preface_ = true;
-  if (frame.hd.type != NGHTTP2_HEADERS && frame.hd.type != NGHTTP2_DATA) return 0;
-  Stream* const stream = Find(frame.hd.stream_id);
+int Connection::OnFrame(const nghttp2_frame* frame) {
+  if (frame->hd.type == NGHTTP2_SETTINGS) preface_ = true;
+  if (frame->hd.type != NGHTTP2_HEADERS && frame->hd.type != NGHTTP2_DATA) return 0;
+  Stream* const stream = Find(frame->hd.stream_id);
   if (stream == nullptr) return 0;
-  const bool ends = (frame.hd.flags & NGHTTP2_FLAG_END_STREAM) != 0;
+  const bool ends = (frame->hd.flags & NGHTTP2_FLAG_END_STREAM) != 0;
   if (ends) stream->peer_ended_ = true;
-  if (frame.hd.type == NGHTTP2_DATA) {
-    stream->ReturnPadding(frame.data.padlen);
+  if (frame->hd.type == NGHTTP2_DATA) {
+    stream->ReturnPadding(frame->data.padlen);
   } else if (!control_.Take(loop_->now_ns(),
                             static_cast<double>(stream->header_list_bytes_ / 1024))) {
     return Refuse(Cut::kControlFrames);
   }
-  if (frame.hd.type == NGHTTP2_HEADERS && frame.headers.cat == NGHTTP2_HCAT_REQUEST) {
+  if (frame->hd.type == NGHTTP2_HEADERS && frame->headers.cat == NGHTTP2_HCAT_REQUEST) {
     stream->counted_ += static_cast<int64_t>(stream->headers_.held_bytes());
     Hold(&account_.headers, static_cast<int64_t>(stream->headers_.held_bytes()));
     stream->events_ = host_->OnStream(stream);
@@ -367,14 +369,14 @@ int Connection::OnFrame(const nghttp2_frame& frame) {
   return 0;
 }
 
-int Connection::OnData(int32_t id, absl::Span<const std::byte> bytes) {
-  nghttp2_session_consume_connection(session_, bytes.size());
+int Connection::OnData(uint8_t, int32_t id, const uint8_t* data, size_t bytes) {
+  nghttp2_session_consume_connection(session_, bytes);
   Stream* const stream = Find(id);
   if (stream == nullptr) return 0;
-  if (stream == data_stream_) data_left_ -= std::min(data_left_, bytes.size());
+  if (stream == data_stream_) data_left_ -= std::min(data_left_, bytes);
   if (stream->ended_ || stream->events_ == nullptr) return 0;
   const std::shared_ptr<StreamEvents> events = stream->events_;
-  events->OnBody(bytes);
+  events->OnBody({reinterpret_cast<const std::byte*>(data), bytes});
   return 0;
 }
 
@@ -396,31 +398,23 @@ void Connection::OnStreamClose(int32_t id, uint32_t error) {
 
 // ---- writing
 
-void Connection::OnFrameSent(const nghttp2_frame& frame) {
-  if (frame.hd.type == NGHTTP2_GOAWAY && frame.goaway.error_code != NGHTTP2_NO_ERROR) told_ = true;
-  if (frame.hd.type != NGHTTP2_HEADERS && frame.hd.type != NGHTTP2_DATA) return;
+void Connection::OnFrameSent(const nghttp2_frame* frame) {
+  if (frame->hd.type == NGHTTP2_GOAWAY && frame->goaway.error_code != NGHTTP2_NO_ERROR)
+    told_ = true;
+  if (frame->hd.type != NGHTTP2_HEADERS && frame->hd.type != NGHTTP2_DATA) return;
   control_.Add(kControlFramesPerBody);
   pings_.Add(1);
-  if ((frame.hd.flags & NGHTTP2_FLAG_END_STREAM) == 0) return;
+  if ((frame->hd.flags & NGHTTP2_FLAG_END_STREAM) == 0) return;
   resets_.Add(1);
-  Stream* const stream = Find(frame.hd.stream_id);
+  Stream* const stream = Find(frame->hd.stream_id);
   if (stream == nullptr || stream->peer_ended_) return;
   stream->stop_ns_ = loop_->now_ns() + Nanos(times_.stop);
   if (!stop_.set()) loop_->timers().Set(&stop_, stream->stop_ns_);
 }
 
-void Connection::SubmitTrailers(Stream* stream) {
-  absl::InlinedVector<nghttp2_nv, 8> list;
-  for (const auto& [name, value] : stream->trailers_) list.push_back(ToNv({name, value}));
-  nghttp2_submit_trailer(session_, stream->id_, list.data(), list.size());
-}
-
-ssize_t Connection::ReadBodyOf(nghttp2_session*, int32_t, uint8_t*, size_t most, uint32_t* flags,
-                               nghttp2_data_source* source, void* user) {
-  return static_cast<Connection*>(user)->ReadBody(static_cast<Stream*>(source->ptr), most, flags);
-}
-
-ssize_t Connection::ReadBody(Stream* stream, size_t most, uint32_t* flags) {
+ssize_t Connection::ReadBody(nghttp2_session*, int32_t, uint8_t*, size_t most, uint32_t* flags,
+                             nghttp2_data_source* source, void*) {
+  auto* const stream = static_cast<Stream*>(source->ptr);
   *flags |= NGHTTP2_DATA_FLAG_NO_COPY;
   const auto unsent = static_cast<size_t>(stream->unsent_bytes_);
   if (unsent == 0 && !stream->ended_) {
@@ -429,13 +423,15 @@ ssize_t Connection::ReadBody(Stream* stream, size_t most, uint32_t* flags) {
   }
   if (unsent <= most && stream->ended_) {
     *flags |= NGHTTP2_DATA_FLAG_EOF | NGHTTP2_DATA_FLAG_NO_END_STREAM;
-    SubmitTrailers(stream);
+    stream->SubmitTrailers();
   }
   return static_cast<ssize_t>(std::min(unsent, most));
 }
 
 // Adds a DATA frame to the write: its head, and `bytes` of the stream's body.
-int Connection::SendBody(Stream* stream, const uint8_t* head, size_t bytes) {
+int Connection::SendBody(nghttp2_frame*, const uint8_t* head, size_t bytes,
+                         nghttp2_data_source* source) {
+  auto* const stream = static_cast<Stream*>(source->ptr);
   if (full()) return NGHTTP2_ERR_WOULDBLOCK;
   constexpr size_t kHead = 9;
   Append(head, kHead);

@@ -51,8 +51,6 @@ struct Account {
   int64_t held() const;
 };
 
-nghttp2_nv ToNv(const Field& field);
-
 // Limits of time. InfiniteDuration: none.
 struct Times {
   absl::Duration preface = absl::Seconds(20);  // until the peer's settings, after the handshake
@@ -170,25 +168,25 @@ class Connection final : public Source, public std::enable_shared_from_this<Conn
   void SubmitReason();  // tells the peer why its connection ends
 
   // nghttp2's callbacks.
-  int OnBeginFrame(const nghttp2_frame_hd& frame);
+  int OnBeginFrame(const nghttp2_frame_hd* frame);
+  int OnBeginHeaders(const nghttp2_frame* frame);
+  int OnHeader(const nghttp2_frame* frame, const uint8_t* name, size_t name_bytes,
+               const uint8_t* value, size_t value_bytes, uint8_t flags);
+  int OnFrame(const nghttp2_frame* frame);
+  int OnData(uint8_t flags, int32_t id, const uint8_t* data, size_t bytes);
+  void OnFrameSent(const nghttp2_frame* frame);
+  void OnStreamClose(int32_t id, uint32_t error);
+  static ssize_t ReadBody(nghttp2_session* session, int32_t id, uint8_t* buffer, size_t most,
+                          uint32_t* flags, nghttp2_data_source* source, void* user);
+  int SendBody(nghttp2_frame* frame, const uint8_t* head, size_t bytes,
+               nghttp2_data_source* source);
+
   // RFC 9113 forbids the frame on its stream, which nghttp2 does not see.
   bool Misplaced(const nghttp2_frame_hd& frame) const;
-  int OnBeginHeaders(const nghttp2_frame& frame);
-  int OnHeader(const nghttp2_frame& frame, std::string_view name, std::string_view value);
-  int OnFrame(const nghttp2_frame& frame);
-  int OnData(int32_t id, absl::Span<const std::byte> bytes);
-  void OnFrameSent(const nghttp2_frame& frame);
-  void OnStreamClose(int32_t id, uint32_t error);
-  static ssize_t ReadBodyOf(nghttp2_session* session, int32_t id, uint8_t* buffer, size_t most,
-                            uint32_t* flags, nghttp2_data_source* source, void* user);
-  ssize_t ReadBody(Stream* stream, size_t most, uint32_t* flags);
-  int SendBody(Stream* stream, const uint8_t* head, size_t bytes);
-
   // Counts a frame against a budget. 0, or an error that ends the connection.
   int CountControl(const nghttp2_frame_hd& frame);
   int Refuse(Cut cut);
   Stream* Find(int32_t id);
-  void SubmitTrailers(Stream* stream);
   void Wake();
   void Hold(std::atomic<int64_t>* count, int64_t more) {
     count->store(count->load(std::memory_order_relaxed) + more, std::memory_order_relaxed);

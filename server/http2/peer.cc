@@ -42,13 +42,10 @@ void NameV6(const sockaddr_in6& in, PeerInfo* peer) {
 PeerInfo DescribePeer(int fd, const sockaddr_storage& address, socklen_t length, uint64_t id) {
   PeerInfo peer = {.id = id};
   if (length >= sizeof(sockaddr_in) && address.ss_family == AF_INET) {
-    sockaddr_in in;
-    std::memcpy(&in, &address, sizeof(in));
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address);
     NameV4(in.sin_addr, in.sin_port, &peer);
   } else if (length >= sizeof(sockaddr_in6) && address.ss_family == AF_INET6) {
-    sockaddr_in6 in;
-    std::memcpy(&in, &address, sizeof(in));
-    NameV6(in, &peer);
+    NameV6(reinterpret_cast<const sockaddr_in6&>(address), &peer);
   } else {
     peer.name = absl::StrCat("unix:connection-", id);
     ucred user = {};

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
+#include <type_traits>
 
 #include "server/http2/connection.h"
 
@@ -49,52 +50,38 @@ struct Connection::Callbacks {
     return moved;
   }
 
+  // The callback that hands its arguments to a method of the connection.
+  template <auto method>
+  struct To;
+  template <typename Result, typename... Args, Result (Connection::*method)(Args...)>
+  struct To<method> {
+    static int Call(nghttp2_session*, Args... args, void* user) {
+      if constexpr (std::is_same_v<Result, int>) return (Of(user)->*method)(args...);
+      (Of(user)->*method)(args...);
+      return 0;
+    }
+  };
+
   static nghttp2_session_callbacks* Table() {
     static nghttp2_session_callbacks* const table = [] {
       nghttp2_session_callbacks* made = nullptr;
       nghttp2_session_callbacks_new(&made);
-      nghttp2_session_callbacks_set_on_begin_frame_callback(
-          made, [](nghttp2_session*, const nghttp2_frame_hd* frame, void* user) {
-            return Of(user)->OnBeginFrame(*frame);
-          });
+      nghttp2_session_callbacks_set_on_begin_frame_callback(made,
+                                                            To<&Connection::OnBeginFrame>::Call);
       nghttp2_session_callbacks_set_on_begin_headers_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            return Of(user)->OnBeginHeaders(*frame);
-          });
-      nghttp2_session_callbacks_set_on_header_callback(
-          made,
-          [](nghttp2_session*, const nghttp2_frame* frame, const uint8_t* name, size_t name_bytes,
-             const uint8_t* value, size_t value_bytes, uint8_t, void* user) {
-            return Of(user)->OnHeader(*frame, {reinterpret_cast<const char*>(name), name_bytes},
-                                      {reinterpret_cast<const char*>(value), value_bytes});
-          });
-      nghttp2_session_callbacks_set_on_frame_recv_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            return Of(user)->OnFrame(*frame);
-          });
-      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(
-          made,
-          [](nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t bytes, void* user) {
-            return Of(user)->OnData(id, {reinterpret_cast<const std::byte*>(data), bytes});
-          });
-      nghttp2_session_callbacks_set_on_stream_close_callback(
-          made, [](nghttp2_session*, int32_t id, uint32_t error, void* user) {
-            Of(user)->OnStreamClose(id, error);
-            return 0;
-          });
-      nghttp2_session_callbacks_set_on_frame_send_callback(
-          made, [](nghttp2_session*, const nghttp2_frame* frame, void* user) {
-            Of(user)->OnFrameSent(*frame);
-            return 0;
-          });
+          made, To<&Connection::OnBeginHeaders>::Call);
+      nghttp2_session_callbacks_set_on_header_callback(made, To<&Connection::OnHeader>::Call);
+      nghttp2_session_callbacks_set_on_frame_recv_callback(made, To<&Connection::OnFrame>::Call);
+      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(made,
+                                                                To<&Connection::OnData>::Call);
+      nghttp2_session_callbacks_set_on_stream_close_callback(made,
+                                                             To<&Connection::OnStreamClose>::Call);
+      nghttp2_session_callbacks_set_on_frame_send_callback(made,
+                                                           To<&Connection::OnFrameSent>::Call);
+      nghttp2_session_callbacks_set_send_data_callback(made, To<&Connection::SendBody>::Call);
       nghttp2_session_callbacks_set_unpack_extension_callback(
           made, [](nghttp2_session*, void**, const nghttp2_frame_hd*, void*) -> int {
             return NGHTTP2_ERR_CANCEL;  // ignored
-          });
-      nghttp2_session_callbacks_set_send_data_callback(
-          made, [](nghttp2_session*, nghttp2_frame*, const uint8_t* head, size_t bytes,
-                   nghttp2_data_source* source, void* user) {
-            return Of(user)->SendBody(static_cast<Stream*>(source->ptr), head, bytes);
           });
       nghttp2_session_callbacks_set_data_source_read_length_callback(
           made, [](nghttp2_session*, uint8_t, int32_t, int32_t, int32_t, uint32_t most, void*) {

@@ -11,21 +11,21 @@ namespace {
 
 using NvList = absl::InlinedVector<nghttp2_nv, 8>;
 
-NvList ListOf(absl::Span<const Field> fields) {
+// Of pairs of a name and a value, which it refers to.
+template <typename Pairs>
+NvList ListOf(const Pairs& fields) {
   NvList list;
-  for (const Field& field : fields) list.push_back(ToNv(field));
+  for (const auto& [name, value] : fields) {
+    list.push_back({.name = reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
+                    .value = reinterpret_cast<uint8_t*>(const_cast<char*>(value.data())),
+                    .namelen = name.size(),
+                    .valuelen = value.size(),
+                    .flags = NGHTTP2_NV_FLAG_NONE});
+  }
   return list;
 }
 
 }  // namespace
-
-nghttp2_nv ToNv(const Field& field) {
-  return {.name = reinterpret_cast<uint8_t*>(const_cast<char*>(field.name.data())),
-          .value = reinterpret_cast<uint8_t*>(const_cast<char*>(field.value.data())),
-          .namelen = field.name.size(),
-          .valuelen = field.value.size(),
-          .flags = NGHTTP2_NV_FLAG_NONE};
-}
 
 void HeaderList::Add(std::string_view name, std::string_view value) {
   constexpr size_t kUsual = 384;  // of gRPC's clients: one allocation
@@ -44,12 +44,8 @@ Field HeaderList::operator[](size_t i) const {
 }
 
 std::string_view HeaderList::Find(std::string_view name) const {
-  uint32_t begin = 0;
-  for (const End& end : ends_) {
-    if (end.name - begin == name.size() && text_.compare(begin, name.size(), name) == 0) {
-      return std::string_view(text_).substr(end.name, end.value - end.name);
-    }
-    begin = end.value;
+  for (size_t i = 0; i < size(); ++i) {
+    if (const Field field = (*this)[i]; field.name == name) return field.value;
   }
   return {};
 }
@@ -102,7 +98,7 @@ void Stream::Respond(absl::Span<const Field> headers) {
   if (connection_->session_ == nullptr || std::exchange(responded_, true)) return;
   const NvList list = ListOf(headers);
   const nghttp2_data_provider body = {.source = {.ptr = this},
-                                      .read_callback = &Connection::ReadBodyOf};
+                                      .read_callback = &Connection::ReadBody};
   nghttp2_submit_response(connection_->session_, id_, list.data(), list.size(), &body);
   connection_->Wake();
 }
@@ -129,6 +125,11 @@ void Stream::End(absl::Span<const Field> trailers) {
     if (std::exchange(deferred_, false)) nghttp2_session_resume_data(connection_->session_, id_);
   }
   connection_->Wake();
+}
+
+void Stream::SubmitTrailers() {
+  const NvList list = ListOf(trailers_);
+  nghttp2_submit_trailer(connection_->session_, id_, list.data(), list.size());
 }
 
 void Stream::Reset(uint32_t error) {

@@ -129,6 +129,7 @@ class Stream {
   void ReturnPadding(size_t bytes);
 
   void HoldUnpaid(int64_t more);
+  void SubmitTrailers();
 
   Connection* const connection_;
   const int32_t id_;

@@ -98,7 +98,11 @@ std::unique_ptr<TlsSession> TlsSession::Create(const door::TlsContext& context, 
   BIO_set_data(bio, session.get());
   BIO_set_init(bio, 1);
   SSL_set_bio(session->ssl_.get(), bio, bio);  // owns it
-  SSL_set_msg_callback(session->ssl_.get(), &OnMessage);
+  SSL_set_msg_callback(session->ssl_.get(),
+                       [](int sent, int, int type, const void*, size_t, SSL*, void* receiver) {
+                         if (sent == 0 && type == SSL3_RT_HANDSHAKE)
+                           ++static_cast<TlsSession*>(receiver)->messages_;
+                       });
   SSL_set_msg_callback_arg(session->ssl_.get(), session.get());
   return session;
 }
@@ -108,52 +112,45 @@ TlsSession::TlsSession(door::OwnedSsl ssl, int fd)
 
 TlsSession::~TlsSession() = default;
 
+// OpenSSL's way to the socket.
 const BIO_METHOD* TlsSession::SocketMethod() {
   static const BIO_METHOD* const method = [] {
     BIO_METHOD* const made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "logitd");
-    BIO_meth_set_read(made, &ReadSocket);
-    BIO_meth_set_write(made, &WriteSocket);
-    BIO_meth_set_ctrl(made, &ControlSocket);
+    BIO_meth_set_read(made, [](BIO* bio, char* data, int bytes) {
+      BIO_clear_retry_flags(bio);
+      return static_cast<TlsSession*>(BIO_get_data(bio))->ReadSocket(bio, data, bytes);
+    });
+    // Takes everything, so that OpenSSL never waits for the socket: the session knows what the kernel
+    // has not taken.
+    BIO_meth_set_write(made, [](BIO* bio, const char* data, int bytes) {
+      auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
+      BIO_clear_retry_flags(bio);
+      if (session->out_->size() > kMaxPending) return -1;
+      session->out_->append(data, static_cast<size_t>(bytes));
+      return bytes;
+    });
+    BIO_meth_set_ctrl(made, [](BIO* bio, int command, long, void*) -> long {
+      if (command == BIO_CTRL_EOF) return static_cast<TlsSession*>(BIO_get_data(bio))->eof_ ? 1 : 0;
+      return command == BIO_CTRL_FLUSH ? 1 : 0;
+    });
     return made;
   }();
   return method;
 }
 
 int TlsSession::ReadSocket(BIO* bio, char* data, int bytes) {
-  auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  if (session->TooManyMessages()) return -1;  // OpenSSL would take them as long as they come
+  if (TooManyMessages()) return -1;  // OpenSSL would take them as long as they come
   ssize_t got = 0;
   do {
-    got = recv(session->fd_, data, static_cast<size_t>(bytes), 0);
+    got = recv(fd_, data, static_cast<size_t>(bytes), 0);
   } while (got < 0 && errno == EINTR);
-  if (got == 0) session->eof_ = true;
+  if (got == 0) eof_ = true;
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
     BIO_set_retry_read(bio);
   } else if (got < 0) {
-    session->socket_error_ = errno;
+    socket_error_ = errno;
   }
   return static_cast<int>(got);
-}
-
-// Takes everything, so that OpenSSL never waits for the socket: the session knows what the kernel
-// has not taken.
-int TlsSession::WriteSocket(BIO* bio, const char* data, int bytes) {
-  auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  if (session->out_->size() > kMaxPending) return -1;
-  session->out_->append(data, static_cast<size_t>(bytes));
-  return bytes;
-}
-
-long TlsSession::ControlSocket(BIO* bio, int command, long, void*) {
-  if (command == BIO_CTRL_EOF) return static_cast<TlsSession*>(BIO_get_data(bio))->eof_ ? 1 : 0;
-  return command == BIO_CTRL_FLUSH ? 1 : 0;
-}
-
-void TlsSession::OnMessage(int sent, int, int type, const void*, size_t, SSL*, void* session) {
-  auto* const self = static_cast<TlsSession*>(session);
-  if (sent == 0 && type == SSL3_RT_HANDSHAKE) ++self->messages_;
 }
 
 bool TlsSession::TooManyMessages() const {
@@ -197,30 +194,25 @@ TlsSession::Step TlsSession::Fail(HandshakeEnd why, std::string text) {
 
 TlsSession::Step TlsSession::Handshake() {
   if (ssl_ == nullptr || broken_) return Step::kFailed;
-  if (!SSL_is_init_finished(ssl_.get())) {
-    // No read-ahead yet: bytes that follow the handshake stay in the kernel, where epoll sees them.
-    ERR_clear_error();
-    const int done = SSL_do_handshake(ssl_.get());
-    const int error = SSL_get_error(ssl_.get(), done);
-    if (done != 1 && error != SSL_ERROR_WANT_READ) {
-      if (eof_ || socket_error_ != 0) return Fail(HandshakeEnd::kClosed, "the peer has gone");
-      const long verified = SSL_get_verify_result(ssl_.get());
-      const unsigned long reason = ERR_GET_REASON(ERR_peek_last_error());
-      if (verified != X509_V_OK) {
-        return Fail(HandshakeEnd::kCertificate, X509_verify_cert_error_string(verified));
-      }
-      return Fail(reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE ? HandshakeEnd::kCertificate
-                                                                    : HandshakeEnd::kProtocol,
-                  door::TakeOpensslError());
+  // No read-ahead yet: bytes that follow the handshake stay in the kernel, where epoll sees them.
+  ERR_clear_error();
+  const int done = SSL_do_handshake(ssl_.get());
+  const int error = SSL_get_error(ssl_.get(), done);
+  if (done != 1 && error != SSL_ERROR_WANT_READ) {
+    if (eof_ || socket_error_ != 0) return Fail(HandshakeEnd::kClosed, "the peer has gone");
+    const long verified = SSL_get_verify_result(ssl_.get());
+    const unsigned long reason = ERR_GET_REASON(ERR_peek_last_error());
+    if (verified != X509_V_OK) {
+      return Fail(HandshakeEnd::kCertificate, X509_verify_cert_error_string(verified));
     }
-    const Flush flushed = FlushPending();
-    if (flushed == Flush::kFailed) return Fail(HandshakeEnd::kClosed, "the peer has gone");
-    if (flushed == Flush::kBlocked) return Step::kWantWrite;
-    if (done != 1) return Step::kWantRead;
+    return Fail(reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE ? HandshakeEnd::kCertificate
+                                                                  : HandshakeEnd::kProtocol,
+                door::TakeOpensslError());
   }
   const Flush flushed = FlushPending();
   if (flushed == Flush::kFailed) return Fail(HandshakeEnd::kClosed, "the peer has gone");
   if (flushed == Flush::kBlocked) return Step::kWantWrite;
+  if (done != 1) return Step::kWantRead;
   const unsigned char* protocol = nullptr;
   unsigned int protocol_bytes = 0;
   SSL_get0_alpn_selected(ssl_.get(), &protocol, &protocol_bytes);
@@ -231,10 +223,6 @@ TlsSession::Step TlsSession::Handshake() {
   SSL_set_read_ahead(ssl_.get(), 1);
   return Step::kDone;
 }
-
-bool TlsSession::has_begun() const { return messages_ > 0; }
-
-HandshakeEnd TlsSession::failure() const { return failure_; }
 
 std::vector<std::string> TlsSession::CertificateNames() const {
   std::vector<std::string> names;

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "server/door/openssl.h"
 #include "server/door/tls_context.h"
 
 namespace logitd::http2 {
@@ -55,9 +54,9 @@ class TlsSession {
   enum class Step { kDone, kWantRead, kWantWrite, kFailed };
   Step Handshake();
   // The peer's hello has come.
-  bool has_begun() const;
+  bool has_begun() const { return messages_ > 0; }
   // After kFailed: why, and in words.
-  HandshakeEnd failure() const;
+  HandshakeEnd failure() const { return failure_; }
   const std::string& failure_text() const { return failure_text_; }
 
   // After kDone: the names in the peer's certificate, "uri:...", "dns:..." of its alternative
@@ -79,12 +78,7 @@ class TlsSession {
  private:
   TlsSession(door::OwnedSsl ssl, int fd);
   static const BIO_METHOD* SocketMethod();
-  static int ReadSocket(BIO* bio, char* data, int bytes);
-  static int WriteSocket(BIO* bio, const char* data, int bytes);
-  static long ControlSocket(BIO* bio, int command, long number, void* pointer);
-  static void OnMessage(int sent, int version, int type, const void* data, size_t bytes, SSL* ssl,
-                        void* session);
-
+  int ReadSocket(BIO* bio, char* data, int bytes);
   bool TooManyMessages() const;
 
   enum class Flush { kDone, kBlocked, kFailed };

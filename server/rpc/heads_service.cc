@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "kernels/status_macros.h"
 #include "server/base/clock.h"
 #include "server/engine/devices.h"
 
@@ -152,27 +153,25 @@ bool HeadsService::loading() const {
 }
 
 void HeadsService::Register(Registry* registry) {
-  unload_ = UnaryPlainCall::Parsed<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
-      [this](const v1::UnloadHeadRequest& request, v1::UnloadHeadResponse*) {
-        return Unload(request);
-      });
-  list_ = UnaryPlainCall::Parsed<v1::ListHeadsRequest, v1::ListHeadsResponse>(
-      [this](const v1::ListHeadsRequest&, v1::ListHeadsResponse* answer) { return List(answer); });
-  get_ = UnaryPlainCall::Parsed<v1::GetHeadRequest, v1::GetHeadResponse>(
-      [this](const v1::GetHeadRequest& request, v1::GetHeadResponse* answer) {
-        return Get(request, answer);
-      });
   registry->Add(std::string(kLoad.path), [this](http2::Stream* stream) {
     return std::make_shared<LoadCall>(stream, environment_, this);
   });
-  const auto add = [this, registry](const PlainMethod& method, const UnaryPlainCall::Serve& serve) {
-    registry->Add(std::string(method.path), [this, &method, &serve](http2::Stream* stream) {
-      return std::make_shared<UnaryPlainCall>(stream, environment_, method, serve);
-    });
-  };
-  add(kUnload, unload_);
-  add(kList, list_);
-  add(kGet, get_);
+  AddUnary<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
+      kUnload, environment_, registry, [this](const auto& request, auto* /*answer*/) {
+        LOGITD_RETURN_IF_ERROR(CheckMayChange());
+        return Bounded(environment_.heads->Unload(request.name()));
+      });
+  AddUnary<v1::ListHeadsRequest, v1::ListHeadsResponse>(
+      kList, environment_, registry, [this](const auto& /*request*/, auto* answer) {
+        for (const auto& head : environment_.heads->List()) *answer->add_heads() = Describe(*head);
+        return absl::OkStatus();
+      });
+  AddUnary<v1::GetHeadRequest, v1::GetHeadResponse>(
+      kGet, environment_, registry, [this](const auto& request, auto* answer) {
+        const auto head = environment_.heads->Find(request.name());
+        if (head.ok()) *answer->mutable_head() = Describe(**head);
+        return Bounded(head.status());
+      });
 }
 
 engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
@@ -201,10 +200,8 @@ absl::Status HeadsService::CheckMayChange() const {
 }
 
 absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
-  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
-  if (absl::Status status = environment_.heads->Check(RequestOf(*call)); !status.ok()) {
-    return status;
-  }
+  LOGITD_RETURN_IF_ERROR(CheckMayChange());
+  LOGITD_RETURN_IF_ERROR(environment_.heads->Check(RequestOf(*call)));
   const std::string& name = call->request().name();
   absl::MutexLock lock(&mutex_);
   const auto same = [&](const auto& other) { return other->request().name() == name; };
@@ -250,12 +247,6 @@ void HeadsService::RunLoads() {
   }
 }
 
-// A device that is lost while others are left is no reason not to try again.
-absl::Status HeadsService::StatusOf(const absl::Status& load) const {
-  if (!absl::IsInternal(load) || environment_.engine->devices().left() < 2) return load;
-  return absl::UnavailableError(absl::StrCat(load.message(), "; the other devices serve on"));
-}
-
 void HeadsService::Run(LoadCall& call) {
   v1::LoadHeadResponse last;
   const auto head =
@@ -271,26 +262,14 @@ void HeadsService::Run(LoadCall& call) {
     absl::MutexLock lock(&mutex_);
     running_ = nullptr;
   }
-  call.Conclude(StatusOf(head.status()), last);
+  absl::Status status = head.status();
+  // A device that is lost while others are left is no reason not to try again.
+  if (absl::IsInternal(status) && environment_.engine->devices().left() >= 2) {
+    status = absl::UnavailableError(absl::StrCat(status.message(), "; the other devices serve on"));
+  }
+  call.Conclude(status, last);
   // Last: the engine's owner may end the process in it.
   if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
-}
-
-absl::Status HeadsService::Unload(const v1::UnloadHeadRequest& request) const {
-  if (absl::Status status = CheckMayChange(); !status.ok()) return status;
-  return Bounded(environment_.heads->Unload(request.name()));
-}
-
-absl::Status HeadsService::List(v1::ListHeadsResponse* answer) const {
-  for (const auto& head : environment_.heads->List()) *answer->add_heads() = Describe(*head);
-  return absl::OkStatus();
-}
-
-absl::Status HeadsService::Get(const v1::GetHeadRequest& request,
-                               v1::GetHeadResponse* answer) const {
-  const auto head = environment_.heads->Find(request.name());
-  if (head.ok()) *answer->mutable_head() = Describe(**head);
-  return Bounded(head.status());
 }
 
 }  // namespace logitd::rpc

@@ -41,22 +41,15 @@ class HeadsService {
   engine::HeadRequest RequestOf(const LoadCall& call) const;
   // OK: clients may change which heads are loaded.
   absl::Status CheckMayChange() const;
-  absl::Status Unload(const v1::UnloadHeadRequest& request) const;
-  absl::Status List(v1::ListHeadsResponse* answer) const;
-  absl::Status Get(const v1::GetHeadRequest& request, v1::GetHeadResponse* answer) const;
   absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
   friend class LoadCall;
   void LeaveLine(const LoadCall& call);  // if it waits
   void RunLoads();
   void Run(LoadCall& call);
-  absl::Status StatusOf(const absl::Status& load) const;  // what the caller of a load gets
 
   const std::string root_;
   const std::string remote_listen_;
   const CallEnvironment& environment_;
-  UnaryPlainCall::Serve unload_;
-  UnaryPlainCall::Serve list_;
-  UnaryPlainCall::Serve get_;
   mutable absl::Mutex mutex_;
   std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::shared_ptr<LoadCall>> loads_ ABSL_GUARDED_BY(mutex_);

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_format.h"
 #include "grpc/health/v1/health.pb.h"
+#include "kernels/status_macros.h"
 
 namespace logitd::rpc {
 namespace {
@@ -19,6 +20,16 @@ HealthCheckResponse::ServingStatus StatusOf(std::optional<bool> serving) {
   return *serving ? HealthCheckResponse::SERVING : HealthCheckResponse::NOT_SERVING;
 }
 
+http2::ServerOptions OptionsOfProbes(int loop) {
+  http2::ServerOptions options = {.loops = 1,
+                                  .first_loop = loop,
+                                  .max_connections = ProbeServer::kMaxConnections,
+                                  .max_held_bytes = int64_t{8} << 20};
+  options.limits.max_streams = 16;
+  options.times.max_idle = absl::Minutes(5);
+  return options;
+}
+
 }  // namespace
 
 // Sends the status of one service when it begins, and whenever it changes.
@@ -30,7 +41,7 @@ class HealthService::WatchCall final : public PlainCall {
   // On the loop.
   void Look() {
     if (!asked_ || finished()) return;
-    const auto status = StatusOf(health_->Read(service_));
+    const auto status = StatusOf(service_.has_value() ? health_->Get(*service_) : std::nullopt);
     if (status == sent_) return;
     sent_ = status;
     HealthCheckResponse response;
@@ -43,10 +54,9 @@ class HealthService::WatchCall final : public PlainCall {
     HealthCheckRequest request;
     if (absl::Status status = Parse(message, &request); !status.ok()) return End(status);
     asked_ = true;
+    if (health_->Get(request.service()).has_value()) service_ = request.service();
     {
       absl::MutexLock lock(&health_->mutex_);
-      const auto service = health_->serving_.find(request.service());
-      if (service != health_->serving_.end()) service_ = &service->second;
       health_->watches_.emplace(this, weak_from_this());
     }
     Look();
@@ -61,24 +71,19 @@ class HealthService::WatchCall final : public PlainCall {
 
   HealthService* const health_;
   bool asked_ = false;
-  const bool* service_ = nullptr;  // of its service in `serving_`; null: an unknown one
+  std::optional<std::string> service_;  // nullopt: an unknown one, whose name is not kept
   std::optional<HealthCheckResponse::ServingStatus> sent_;
 };
 
-HealthService::HealthService(const CallEnvironment& environment)
-    : environment_(environment),
-      check_(UnaryPlainCall::Parsed<HealthCheckRequest, HealthCheckResponse>(
-          [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
-            const std::optional<bool> serving = Get(request.service());
-            if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
-            response->set_status(StatusOf(serving));
-            return absl::OkStatus();
-          })) {}
-
 void HealthService::Register(Registry* registry) {
-  registry->Add(std::string(kCheck.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kCheck, check_);
-  });
+  AddUnary<HealthCheckRequest, HealthCheckResponse>(
+      kCheck, environment_, registry,
+      [this](const HealthCheckRequest& request, HealthCheckResponse* response) {
+        const std::optional<bool> serving = Get(request.service());
+        if (!serving.has_value()) return absl::NotFoundError("service: got an unknown name");
+        response->set_status(StatusOf(serving));
+        return absl::OkStatus();
+      });
   registry->Add(std::string(kWatch.path), [this](http2::Stream* stream) {
     return std::make_shared<WatchCall>(stream, this);
   });
@@ -107,9 +112,16 @@ std::optional<bool> HealthService::Get(const std::string& service) const {
   return at == serving_.end() ? std::nullopt : std::optional<bool>(at->second);
 }
 
-std::optional<bool> HealthService::Read(const bool* serving) const {
-  absl::MutexLock lock(&mutex_);
-  return serving == nullptr ? std::nullopt : std::optional<bool>(*serving);
+ProbeServer::ProbeServer(const CallTracker& tracker, int loop, HealthService* health)
+    : tracker_(tracker), server_(OptionsOfProbes(loop), this) {
+  health->Register(&registry_);
+}
+
+absl::Status ProbeServer::Listen(absl::Span<const std::string> addresses,
+                                 std::optional<mode_t> socket_mode) {
+  LOGITD_RETURN_IF_ERROR(server_.Listen(addresses, socket_mode));
+  server_.Start();
+  return absl::OkStatus();
 }
 
 }  // namespace logitd::rpc

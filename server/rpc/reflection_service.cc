@@ -1,4 +1,4 @@
-#include "server/rpc/reflection_service.h"
+#include "server/rpc/services.h"
 
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/descriptor.pb.h>
@@ -106,7 +106,7 @@ class ReflectionCall final : public PlainCall {
     }
     Send(response);
   }
-  void OnRequestsEnd() override { End(absl::OkStatus()); }
+  void OnHalfClose() override { End(absl::OkStatus()); }
 
   const std::vector<std::string>& services_;
 };

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,13 +17,20 @@
 #include "server/arena/ring.h"
 #include "server/door/door_metrics.h"
 #include "server/door/identities.h"
-#include "server/door/tls_context.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
+#include "server/engine/load.h"
 #include "server/engine/metrics.h"
 #include "server/engine/places.h"
 #include "server/http2/server.h"
+#include "server/rpc/heads_service.h"
+#include "server/rpc/health_service.h"
+#include "server/rpc/registry.h"
+#include "server/rpc/services.h"
+#include "server/rpc/transport/call_log.h"
+#include "server/rpc/transport/call_tracker.h"
+#include "server/rpc/transport/turn_jobs.h"
 
 namespace logitd::rpc {
 
@@ -35,22 +43,13 @@ struct RpcServerOptions {
   int64_t max_request_bytes = 0;                        // payload of a request; GetInfo reports it
   std::string head_root;                                // see HeadsService
   std::string remote_listen;                            // see HeadsService
-  absl::Duration peer_timeout = absl::Seconds(30);      // to send a message, then to take an answer
   absl::Duration slow_call = absl::InfiniteDuration();  // see CallLog
-  int loops = 1;                                        // event loops, one thread each
-  http2::Limits limits;                                 // of a connection
-  int64_t max_connections = 1024;
-  int64_t max_connection_bytes = int64_t{256} << 20;  // http2::ServerOptions::max_held_bytes
-  std::shared_ptr<door::DoorMetrics> door_metrics;    // null: none
-  std::shared_ptr<const door::TlsSource> tls;         // null: no TLS
+  http2::ServerOptions http2;  // a peer has `times.send` to send a message, too
+  std::shared_ptr<door::DoorMetrics> door_metrics;  // null: none
   // Who may call what; null: everybody everything. Outlives the server.
   const door::Identities* identities = nullptr;
   const arena::Leases* leases = nullptr;  // that requests may refer to; outlives the server
   engine::Places* places = nullptr;       // for large messages; outlives the server
-  // See the flags of the same names. InfiniteDuration: never.
-  absl::Duration max_connection_age = absl::InfiniteDuration();
-  absl::Duration max_connection_idle = absl::InfiniteDuration();
-  absl::Duration keepalive_time = absl::Minutes(1);
 };
 
 // Bytes of the largest message: a payload of `max_request_bytes` and the other fields of
@@ -58,7 +57,7 @@ struct RpcServerOptions {
 int64_t MaxMessageBytes(int64_t max_request_bytes, int64_t max_batch_rows);
 
 // Thread-safe.
-class RpcServer {
+class RpcServer final : private http2::ServerEvents {
  public:
   // Serves from here on. `admission` (its max_request_bytes is MaxMessageBytes), `engine` and
   // `heads` outlive the server. UNAVAILABLE names the address that it cannot listen on.
@@ -67,41 +66,67 @@ class RpcServer {
                                                           engine::Engine* engine,
                                                           engine::Heads* heads,
                                                           engine::Metrics* metrics);
-  virtual ~RpcServer() = default;
+  ~RpcServer() override { Shutdown(); }
 
   // The addresses of the options, with the ports that were bound.
-  virtual const std::vector<std::string>& listening() const = 0;
-  virtual const std::vector<std::string>& probes_listening() const = 0;
+  const std::vector<std::string>& listening() const { return server_.listening(); }
+  const std::vector<std::string>& probes_listening() const { return probes_.listening(); }
 
   // Sets what grpc.health.v1 answers for the server and for each service, and for "logitd.device.N"
   // of each device: a lost one is never serving.
-  virtual void SetServing(bool serving) = 0;
+  void SetServing(bool serving);
 
   // Ends idle streams and loads of heads with UNAVAILABLE. A busy stream ends when the messages it
   // has read are answered. A unary call whose message has not arrived after `receive_timeout` ends
   // with UNAVAILABLE.
-  virtual void Drain(absl::Duration receive_timeout) = 0;
+  void Drain(absl::Duration receive_timeout);
 
   // The identities have changed: ends the streams of callers that may not call any longer.
-  virtual void RecheckIdentities() = 0;
+  void RecheckIdentities();
 
   // The function with which rings serve their calls; the rings end before the server does.
-  virtual arena::ServeRing ring_service() = 0;
+  arena::ServeRing ring_service() { return MakeRingService(environment_); }
 
   // Calls of ops and loads of heads that are not over.
-  virtual int calls() const = 0;
+  int calls() const { return tracker_.alive(); }
 
-  virtual http2::Traffic traffic() const = 0;
+  http2::Traffic traffic() const { return server_.traffic(); }
 
   // While true, new connections are closed at once.
-  virtual void RefuseConnections(bool refuse) = 0;
+  void RefuseConnections(bool refuse) { server_.Refuse(refuse); }
 
   // See HeadsService. The destructor waits until it is false.
-  virtual bool loading() const = 0;
+  bool loading() const { return heads_.loading(); }
 
   // Stops listening, ends every connection and returns when no call runs. Peers see UNAVAILABLE for
   // calls that are not over and for calls they still send. The calls here see a cancel. Once.
-  virtual void Shutdown() = 0;
+  void Shutdown();
+
+ private:
+  RpcServer(const RpcServerOptions& options, engine::Admission* admission, engine::Engine* engine,
+            engine::Heads* heads, engine::Metrics* metrics);
+  void EachCall(std::function<void(ServerCall*)> use);
+
+  // http2::ServerEvents
+  std::shared_ptr<http2::StreamEvents> OnStream(http2::Stream* stream) override;
+  void OnOpen(int64_t open) override;
+  void OnRefused() override;
+  void OnCut(http2::Cut cut) override;
+  void OnHandshake(http2::HandshakeEnd end) override;
+
+  const std::shared_ptr<door::DoorMetrics> door_metrics_;  // null: none
+  engine::Load load_;
+  const CallLog log_;
+  CallTracker tracker_;
+  arena::Writer writer_;
+  TurnJobs turn_jobs_;
+  const CallEnvironment environment_;
+  Registry registry_;
+  std::vector<std::string> services_;
+  HeadsService heads_;
+  HealthService health_;
+  ProbeServer probes_;
+  http2::Server server_;  // ends first: its loops use the others
 };
 
 }  // namespace logitd::rpc

@@ -5,15 +5,12 @@
 #include <algorithm>
 #include <iterator>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "absl/algorithm/container.h"
-#include "absl/base/const_init.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "logitd/v1/attention.pb.h"
 #include "logitd/v1/sampler.pb.h"
 #include "logitd/v1/scorer.pb.h"
@@ -26,6 +23,8 @@
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
 #include "server/rpc/codecs/verify_codec.h"
+#include "server/rpc/transport/plain_call.h"
+#include "server/rpc/transport/ring_call.h"
 #include "server/rpc/transport/stream_call.h"
 #include "server/rpc/transport/unary_call.h"
 
@@ -76,16 +75,7 @@ constexpr OpCodecs kCodecs[] = {
 };
 static_assert(std::size(kCodecs) == std::size(ops::kOps));
 
-// A copy of `path` that lasts as long as the program. Servers that register a path again share it.
-std::string_view Lasting(std::string path) {
-  static absl::Mutex mutex(absl::kConstInit);
-  static auto& paths = *new std::set<std::string>();
-  const absl::MutexLock lock(&mutex);
-  return *paths.insert(std::move(path)).first;
-}
-
-}  // namespace
-
+// What requests of a server refer to.
 Finders FindersOf(const CallEnvironment& environment) {
   Finders find = {
       .head = [heads = environment.heads](std::string_view name) { return heads->Find(name); },
@@ -95,41 +85,6 @@ Finders FindersOf(const CallEnvironment& environment) {
   }
   return find;
 }
-
-std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registry* registry) {
-  const Finders find = FindersOf(environment);
-  std::vector<std::string> services;
-  for (const ops::Op& op : ops::kOps) {
-    const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
-                                           [&](const OpCodecs& c) { return c.op == op.op; });
-    // Naming the descriptor links the file in, for reflection to serve.
-    const std::string service(
-        codecs.message()->file()->pool()->FindServiceByName(std::string(op.service))->full_name());
-    if (!absl::c_linear_search(services, service)) services.push_back(service);
-    const auto access = [&](std::string_view method) {
-      return Access{.method = {method.data(), method.size()}, .role = codecs.role};
-    };
-    const auto path = [&](std::string_view method) {
-      return Lasting(absl::StrCat("/", service, "/", std::string(method)));
-    };
-    const std::string_view unary = path(op.method);
-    registry->Add(
-        std::string(unary), [=, &environment, access = access(op.method)](http2::Stream* stream) {
-          return std::make_shared<UnaryCall>(stream, unary, environment, access,
-                                             codecs.for_call(find, /*is_stream=*/false)());
-        });
-    if (op.stream_method.empty()) continue;
-    const std::string_view streaming = path(op.stream_method);
-    registry->Add(std::string(streaming),
-                  [=, &environment, access = access(op.stream_method)](http2::Stream* stream) {
-                    return std::make_shared<StreamCall>(stream, streaming, environment, access,
-                                                        codecs.for_call(find, /*is_stream=*/true));
-                  });
-  }
-  return services;
-}
-
-namespace {
 
 // Less than this is what is left of work that ended long ago.
 constexpr double kLately = 1e-6;
@@ -161,44 +116,80 @@ v1::GetLoadResponse LoadOf(const CallEnvironment& environment) {
   return load;
 }
 
-}  // namespace
-
 constexpr PlainMethod kGetInfo = {.path = "/logitd.v1.Server/GetInfo"};
 constexpr PlainMethod kGetLoad = {.path = "/logitd.v1.Server/GetLoad"};
 
-ServerService::ServerService(v1::GetInfoResponse info, const CallEnvironment& environment)
-    : info_(std::move(info)),
-      environment_(environment),
-      get_info_(UnaryPlainCall::Parsed<v1::GetInfoRequest, v1::GetInfoResponse>(
-          [this](const v1::GetInfoRequest&, v1::GetInfoResponse* answer) {
-            *answer = Info();
-            return absl::OkStatus();
-          })),
-      get_load_(UnaryPlainCall::Parsed<v1::GetLoadRequest, v1::GetLoadResponse>(
-          [this](const v1::GetLoadRequest&, v1::GetLoadResponse* answer) {
-            *answer = LoadOf(environment_);
-            return absl::OkStatus();
-          })) {}
+constexpr std::string_view kTopK = "/logitd.v1.Sampler/TopK";
+constexpr std::string_view kSample = "/logitd.v1.Sampler/Sample";
 
-void ServerService::Register(Registry* registry) {
-  registry->Add(std::string(kGetInfo.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetInfo, get_info_);
-  });
-  registry->Add(std::string(kGetLoad.path), [this](http2::Stream* stream) {
-    return std::make_shared<UnaryPlainCall>(stream, environment_, kGetLoad, get_load_);
-  });
+}  // namespace
+
+std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registry* registry) {
+  const Finders find = FindersOf(environment);
+  std::vector<std::string> services;
+  for (const ops::Op& op : ops::kOps) {
+    const OpCodecs& codecs = *std::find_if(std::begin(kCodecs), std::end(kCodecs),
+                                           [&](const OpCodecs& c) { return c.op == op.op; });
+    // Naming the descriptor links the file in, for reflection to serve.
+    const std::string service(
+        codecs.message()->file()->pool()->FindServiceByName(std::string(op.service))->full_name());
+    if (!absl::c_linear_search(services, service)) services.push_back(service);
+    const auto access = [&](std::string_view method) {
+      return Access{.method = {method.data(), method.size()}, .role = codecs.role};
+    };
+    const auto path = [&](std::string_view method) {
+      return absl::StrCat("/", service, "/", std::string(method));
+    };
+    registry->Add(path(op.method), [=, &environment, path = path(op.method),
+                                    access = access(op.method)](http2::Stream* stream) {
+      return std::make_shared<UnaryCall>(stream, path, environment, access,
+                                         codecs.for_call(find, /*is_stream=*/false)());
+    });
+    if (op.stream_method.empty()) continue;
+    registry->Add(path(op.stream_method),
+                  [=, &environment, path = path(op.stream_method),
+                   access = access(op.stream_method)](http2::Stream* stream) {
+                    return std::make_shared<StreamCall>(stream, path, environment, access,
+                                                        codecs.for_call(find, /*is_stream=*/true));
+                  });
+  }
+  return services;
 }
 
-v1::GetInfoResponse ServerService::Info() const {
-  v1::GetInfoResponse info = info_;
-  info.set_draining(environment_.admission->draining());
-  const engine::Devices& devices = environment_.engine->devices();
-  for (int i = 0; i < devices.count(); ++i) {
-    info.mutable_devices(i)->set_lost(devices.lost(i));
-    info.mutable_devices(i)->set_head_bytes(environment_.heads->bytes(i));
-  }
-  *info.mutable_device() = info.devices(0);
-  return info;
+void RegisterServer(v1::GetInfoResponse info, const CallEnvironment& environment,
+                    Registry* registry) {
+  AddUnary<v1::GetInfoRequest, v1::GetInfoResponse>(
+      kGetInfo, environment, registry,
+      [&environment, info = std::move(info)](const auto& /*request*/, auto* answer) {
+        *answer = info;
+        answer->set_draining(environment.admission->draining());
+        const engine::Devices& devices = environment.engine->devices();
+        for (int i = 0; i < devices.count(); ++i) {
+          answer->mutable_devices(i)->set_lost(devices.lost(i));
+          answer->mutable_devices(i)->set_head_bytes(environment.heads->bytes(i));
+        }
+        *answer->mutable_device() = answer->devices(0);
+        return absl::OkStatus();
+      });
+  AddUnary<v1::GetLoadRequest, v1::GetLoadResponse>(
+      kGetLoad, environment, registry, [&environment](const auto& /*request*/, auto* answer) {
+        *answer = LoadOf(environment);
+        return absl::OkStatus();
+      });
+}
+
+arena::ServeRing MakeRingService(const CallEnvironment& environment) {
+  const Finders find = FindersOf(environment);
+  return
+      [environment, topk = ForTokens<TopKCodec>(find, /*is_stream=*/false),
+       sample = ForTokens<SampleCodec>(find, /*is_stream=*/false)](
+          const std::shared_ptr<arena::Ring>& ring, uint64_t serial, arena::RingRequest request) {
+        const bool is_topk = request.method == RingMethod::kTopK;
+        auto call = std::make_shared<RingCall>(environment, ring, serial, is_topk ? kTopK : kSample,
+                                               is_topk ? topk() : sample());
+        call->Start(std::move(request));
+        return call;
+      };
 }
 
 }  // namespace logitd::rpc

@@ -6,36 +6,30 @@
 #include <vector>
 
 #include "logitd/v1/server.pb.h"
-#include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/arena/ring.h"
 #include "server/rpc/registry.h"
-#include "server/rpc/transport/plain_call.h"
 #include "server/rpc/transport/request_job.h"
 
 namespace logitd::rpc {
 
-// Finds what requests of a server refer to. The objects of `environment` outlive it.
-Finders FindersOf(const CallEnvironment& environment);
+// The `environment` of each function outlives the registry, or the rings and their calls.
 
-// The methods of ops::kOps. `environment` outlives the registry. Returns the names of the services.
+// The methods of ops::kOps. Returns the names of the services.
 std::vector<std::string> RegisterOps(const CallEnvironment& environment, Registry* registry);
 
-// logitd.v1.Server
-class ServerService {
- public:
-  // `info` is what GetInfo answers, except `draining`, `device`, and which devices are lost. The
-  // objects of `environment` outlive this.
-  ServerService(v1::GetInfoResponse info, const CallEnvironment& environment);
+// logitd.v1.Server. `info` is what GetInfo answers, except `draining`, `device`, and which devices
+// are lost.
+void RegisterServer(v1::GetInfoResponse info, const CallEnvironment& environment,
+                    Registry* registry);
 
-  void Register(Registry* registry);
+// grpc.reflection.v1 and v1alpha: the descriptors that this program is linked with. `services`: the
+// full names of all other services.
+void RegisterReflection(std::vector<std::string> services, const CallEnvironment& environment,
+                        Registry* registry);
 
- private:
-  v1::GetInfoResponse Info() const;
-
-  const v1::GetInfoResponse info_;
-  const CallEnvironment& environment_;
-  UnaryPlainCall::Serve get_info_;
-  UnaryPlainCall::Serve get_load_;
-};
+// What rings serve their calls with: the ops, admission, quotas, batches and errors of the RPCs of
+// the same names.
+arena::ServeRing MakeRingService(const CallEnvironment& environment);
 
 }  // namespace logitd::rpc
 

@@ -330,24 +330,6 @@ TEST_P(AttentionTransportTest, TheGradientMatchesTheAnalyticOne) {
   }
 }
 
-TEST_P(AttentionTransportTest, ContradictionsAreRefusedWithTheirReason) {
-  const auto refusal = [&](const v1::AttentionSoftmaxRequest& request) {
-    v1::AttentionSoftmaxResponse response;
-    const grpc::Status status = stub_->Softmax(Context().get(), request, &response);
-    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-    return status.error_message();
-  };
-  v1::AttentionSoftmaxRequest request = Random(v1::DTYPE_F32, 1, 2, 3, 4, 5);
-  request.set_queries(4);
-  EXPECT_THAT(refusal(request), HasSubstr("scores: got 96 bytes"));
-  request.set_queries(3);
-  request.add_sinks(1);
-  EXPECT_THAT(refusal(request), HasSubstr("sinks: got 1 values, allowed 0 or 2"));
-  request.clear_sinks();
-  AddMask(v1::MASK_KIND_BOOL, {}, {1, 1, 3, 3}, 1, &request);
-  EXPECT_THAT(refusal(request), HasSubstr("mask_shape: got 3 for keys, allowed 4"));
-}
-
 // Large enough to be sent from its slab. Every element is checked.
 TEST_P(AttentionTransportTest, ALargeAnswerIsRightInEveryRowAndTheSameAgain) {
   v1::AttentionSoftmaxRequest request = Random(v1::DTYPE_BF16, 1, 3, 1000, 1111, 8);

@@ -122,25 +122,6 @@ TEST_P(TransportTest, BadRequestsAreRefusedWithTheirReason) {
   EXPECT_THAT(status.error_message(), HasSubstr("logits at byte 2"));
 }
 
-TEST_P(TransportTest, FieldsMayComeInAnyOrderTwiceOrBeUnknown) {
-  const std::vector<float> logits = {3, 1, 2};
-  const std::string payload(reinterpret_cast<const char*>(logits.data()), 12);
-  GenericCall call(channel_, kTopK);
-  grpc::ByteBuffer answer;
-  const grpc::Status status =
-      call.Unary(ToBuffer("\x7a\x02xx"                // logits, to be replaced
-                          "\x80\x01\x02"              // k, not packed
-                          "\x18\x03\x10\x09\x10\x01"  // vocab, rows, rows again
-                          "\x4b\x08\x01\x4c"          // an unknown group
-                          "\x7a\x0c" +
-                          payload + "\x08\x01"),
-                 &answer);
-  ASSERT_TRUE(status.ok()) << status.error_message();
-  v1::TopKResponse response;
-  ASSERT_TRUE(response.ParseFromString(ToString(answer)));
-  ExpectRight(logits, 1, {2}, {}, response);
-}
-
 TEST_P(TransportTest, AUnaryCallHasExactlyOneRequestMessage) {
   const grpc::ByteBuffer message = ToBuffer(Request(Normal(1000, 1), 1, 1).SerializeAsString());
   grpc::ByteBuffer answer;

@@ -171,37 +171,27 @@ TEST(LifeTest, CallsThatComeAtTheEndAreUnavailable) {
   EXPECT_THAT(server.Log(), Not(HasSubstr("warn")));
 }
 
-struct Usage {
-  const char* name;
-  std::vector<std::string> flags;
-  int exit_code;
-  const char* text;
-};
-
-class UsageTest : public ::testing::TestWithParam<Usage> {};
-
-TEST_P(UsageTest, ExitsWithTheCodeAndTheReason) {
-  const Ended ended = RunToEnd(GetParam().flags);
-  EXPECT_EQ(ended.exit_code, GetParam().exit_code) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr(GetParam().text));
+// Wrong values of flags are in tests/rpc/config_test.cc.
+TEST(UsageTest, ExitsWithTheCodeAndTheReason) {
+  const struct {
+    std::vector<std::string> flags;
+    int exit_code;
+    const char* text;
+  } kCases[] = {
+      {{"--help"}, 0, "--max-held-bytes"},
+      {{"--version"}, 0, "logitd 0."},
+      {{"--frobnicate"}, 2, "--frobnicate"},
+      {{"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
+      {{"--backend=cpu", "--insecure", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
+       1,
+       "192.0.2.1:7450"},
+  };
+  for (const auto& [flags, exit_code, text] : kCases) {
+    const Ended ended = RunToEnd(flags);
+    EXPECT_EQ(ended.exit_code, exit_code) << ended.text;
+    EXPECT_THAT(ended.text, HasSubstr(text));
+  }
 }
-
-INSTANTIATE_TEST_SUITE_P(
-    All, UsageTest,
-    ::testing::Values(
-        Usage{"help", {"--help"}, 0, "--max-held-bytes"},
-        Usage{"version", {"--version"}, 0, "logitd 0."},
-        Usage{"unknown_flag", {"--frobnicate"}, 2, "--frobnicate"},
-        Usage{"unknown_backend", {"--backend=tpu"}, 2, "--backend"},
-        Usage{"slab_below_request", {"--slab-bytes=1MiB"}, 2, "--slab-bytes"},
-        Usage{"held_below_request", {"--max-held-bytes=64MiB"}, 2, "--max-held-bytes"},
-        Usage{"not_a_duration", {"--receive-timeout=soon"}, 2, "--receive-timeout"},
-        Usage{"not_an_address", {"--listen=nowhere"}, 2, "--listen"},
-        Usage{"address_not_ours",
-              {"--backend=cpu", "--insecure", "--listen=192.0.2.1:7450", "--metrics-listen=off"},
-              1,
-              "192.0.2.1:7450"}),
-    [](const auto& info) { return info.param.name; });
 
 TEST(LifeTest, UnfinishedRequestsDoNotKeepAScrapeWaiting) {
   ServerProcess server;
@@ -244,14 +234,6 @@ TEST(LifeTest, APeerCannotForgeLogLinesOrFillTheLog) {
     EXPECT_THAT(log, HasSubstr("log lines of connections: more than 20 a second"));
     EXPECT_LT(std::count(log.begin(), log.end(), '\n'), 300);
   }
-}
-
-TEST(LifeTest, ATakenPortIsAnErrorAndNotShared) {
-  ServerProcess server;
-  const Ended ended =
-      RunToEnd({"--backend=cpu", "--listen=" + server.tcp(), "--metrics-listen=off"});
-  EXPECT_EQ(ended.exit_code, 1) << ended.text;
-  EXPECT_THAT(ended.text, HasSubstr(server.tcp()));
 }
 
 }  // namespace

@@ -108,19 +108,6 @@ TEST_P(SampleTransportTest, ABadRowAffectsNoOtherRow) {
   }
 }
 
-TEST_P(SampleTransportTest, ContradictionsAreRefusedWithTheirReason) {
-  v1::SampleRequest request = Of<v1::SampleRequest>({1, 2, 3}, 1);
-  v1::SampleResponse response;
-  grpc::Status status = Sample(*stub_, request, &response);
-  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("seed: got none with temperature 1 at row 0"));
-  request.add_seed(1);
-  request.add_allowed_tokens_mask(0);
-  status = Sample(*stub_, request, &response);
-  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("allowed_tokens holds 0 masks"));
-}
-
 TEST_P(SampleTransportTest, VerifyOfOneHotDraftsEmitsTheTokensOfSample) {
   constexpr int kVocab = 50, kDrafts = 5;
   const std::vector<float> logits = Normal((kDrafts + 1) * kVocab, 4);

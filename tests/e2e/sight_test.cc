@@ -16,6 +16,7 @@
 #include "logitd/v1/heads.grpc.pb.h"
 #include "logitd/v1/sampler.grpc.pb.h"
 #include "logitd/v1/server.grpc.pb.h"
+#include "tests/becomes.h"
 #include "tests/e2e/peers.h"
 #include "tests/e2e/server_process.h"
 #include "tests/e2e/shared_server.h"
@@ -24,6 +25,7 @@
 namespace logitd::e2e {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
@@ -47,15 +49,6 @@ Names Echoed(const grpc::ClientContext& context) {
 
 void AddAll(const Names& names, grpc::ClientContext* context) {
   for (const auto& [name, value] : names) context->AddMetadata(name, value);
-}
-
-bool Becomes(const std::function<bool()>& condition) {
-  const absl::Time end = absl::Now() + absl::Seconds(20);
-  while (!condition()) {
-    if (absl::Now() > end) return false;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return true;
 }
 
 std::vector<std::string> LinesWith(const ServerProcess& server, const std::string& text) {

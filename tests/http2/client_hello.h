@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "server/door/openssl.h"
+#include "server/door/tls_context.h"
 
 namespace logitd::http2::testing {
 

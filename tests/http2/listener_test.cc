@@ -19,23 +19,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
 #include "server/http2/connection.h"
 #include "server/http2/tls_session.h"
+#include "tests/becomes.h"
 
 namespace logitd::http2 {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::testing::HasSubstr;
-
-bool Becomes(const std::function<bool()>& condition) {
-  const absl::Time end = absl::Now() + absl::Seconds(5);
-  while (!condition()) {
-    if (absl::Now() > end) return false;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  return true;
-}
 
 TEST(ConnectionLimitTest, LeavesAReserve) {
   constexpr int64_t kPlenty = int64_t{64} << 30;

@@ -66,9 +66,10 @@ class Silent final : public Echo {
   void OnEnd() override {}
 };
 
-class ConnectionTest : public ::testing::Test, public ConnectionHost {
+// A server's end and its client.
+class OneConnection : public ConnectionHost {
  protected:
-  ~ConnectionTest() override {
+  ~OneConnection() override {
     if (connection_ != nullptr) connection_->Close();
     loop_.Turn(/*wait=*/false);
     EXPECT_EQ(total_, 0) << "bytes held without a connection";
@@ -123,7 +124,7 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
     const Account& account = connection_->account();
     while (account.received + account.sent != before || before < 0) {
       before = account.received + account.sent;
-      for (int i = 0; i < 2; ++i) loop_.Turn(/*wait=*/false);
+      for (int i = 0; i < 3; ++i) loop_.Turn(/*wait=*/false);
       for (Frame& frame : client_->Take()) frames_.push_back(std::move(frame));
     }
   }
@@ -196,6 +197,11 @@ class ConnectionTest : public ::testing::Test, public ConnectionHost {
   std::map<int32_t, Answer> answers_;
   std::optional<Cut> cut_;  // nullopt: open
   bool may_handshake_ = true;
+};
+
+class ConnectionTest : public ::testing::Test, public OneConnection {
+ protected:
+  using OneConnection::Run;  // not ::testing::Test's
 };
 
 }  // namespace logitd::http2

@@ -1,15 +1,10 @@
-// RFC 9113 as rows: frames that break or use a rule, and what must come back. One connection over a socket
-// pair; the test's thread runs its loop.
+// RFC 9113 as rows: frames that break or use a rule, and what must come back.
 #ifndef LOGITD_TESTS_HTTP2_RFC9113_H_
 #define LOGITD_TESTS_HTTP2_RFC9113_H_
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 
-#include <atomic>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -18,9 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/http2/connection.h"
-#include "tests/http2/echo.h"
-#include "tests/http2/raw_client.h"
+#include "tests/http2/one_connection.h"
 
 namespace logitd::http2::testing {
 
@@ -30,45 +23,13 @@ inline constexpr int32_t kNext = 101;
 
 inline constexpr char kMagic[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-inline int64_t now_ns = 1'000'000'000;
-inline int64_t TestClock() { return now_ns; }
-
-class Silent final : public Echo {
- public:
-  using Echo::Echo;
-  void OnEnd() override {}
-};
-
 // A connection and what comes back on it.
-class Peer : public ConnectionHost {
+class Peer : public OneConnection {
  public:
   explicit Peer(uint32_t max_streams = 2048) {
     limits_.max_streams = max_streams;
-    int fds[2];
-    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds), 0);
-    for (const int fd : fds) {
-      const int large = 4 << 20;
-      setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &large, sizeof(large));
-    }
-    EXPECT_EQ(fcntl(fds[0], F_SETFL, O_NONBLOCK), 0);
-    client_ = std::make_unique<RawClient>(fds[1]);
-    connection_ = std::make_shared<Connection>(&loop_, this, &held_, limits_, times_, fds[0],
-                                               PeerInfo{.id = 1, .name = "test"}, nullptr);
-    connection_->Start();
+    Connect();
   }
-  ~Peer() override {
-    connection_->Close();
-    loop_.Turn(/*wait=*/false);
-    EXPECT_EQ(total_, 0) << "bytes held without a connection";
-  }
-
-  std::shared_ptr<StreamEvents> OnStream(Stream* stream) override {
-    ++requests_;
-    const bool silent = stream->headers().Find(":path") == "/hold";
-    last_ = silent ? std::make_shared<Silent>(stream) : std::make_shared<Echo>(stream);
-    return last_;
-  }
-  void OnConnectionClosed(Connection*, Cut) override { closed_ = true; }
 
   // ---- what it sends
   void Begin() {
@@ -128,33 +89,11 @@ class Peer : public ConnectionHost {
     }
     return sum;
   }
-  int requests() const { return requests_; }
-  bool closed() const { return closed_; }
-  Echo* last() const { return last_.get(); }
-
-  // Turns until nothing moves.
-  void Run() {
-    int64_t before = -1;
-    const Account& account = connection_->account();
-    while (account.received + account.sent != before) {
-      before = account.received + account.sent;
-      for (int i = 0; i < 3; ++i) loop_.Turn(/*wait=*/false);
-      for (Frame& frame : client_->Take()) frames_.push_back(std::move(frame));
-    }
-  }
-
- private:
-  Limits limits_;
-  Times times_ = {.keepalive = absl::InfiniteDuration()};
-  std::atomic<int64_t> total_ = 0;
-  Held held_{&total_, int64_t{64} << 20};
-  Loop loop_{0, &TestClock};
-  std::unique_ptr<RawClient> client_;
-  std::shared_ptr<Connection> connection_;
-  std::shared_ptr<Echo> last_;
-  std::vector<Frame> frames_;
-  int requests_ = 0;
-  bool closed_ = false;
+  int requests() const { return static_cast<int>(echoes_.size()); }
+  bool closed() const { return cut_.has_value(); }
+  std::optional<Cut> cut() const { return cut_; }
+  Echo* last() const { return echoes_.empty() ? nullptr : echoes_.back().get(); }
+  using OneConnection::Run;
 };
 
 // ---- the table
@@ -273,7 +212,7 @@ inline void CheckRow(const Row& row) {
   const std::optional<uint32_t> goaway = peer.CodeOf(NGHTTP2_GOAWAY, 0);
   if (row.outcome.ends == Ends::kConnection) {
     EXPECT_EQ(goaway, row.outcome.code);
-    EXPECT_TRUE(peer.closed());
+    EXPECT_EQ(peer.cut(), Cut::kProtocol);
     EXPECT_EQ(peer.CodeOf(NGHTTP2_RST_STREAM, kStream), std::nullopt);
     return;
   }

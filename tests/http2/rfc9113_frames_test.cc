@@ -248,7 +248,7 @@ TEST(Rfc9113Frames, Section3_4_OtherBytesThanThePrefaceEndTheConnection) {
        {"GET / HTTP/1.1\r\nhost: test\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\r"}) {
     Peer peer;
     peer.Send(first);
-    EXPECT_TRUE(peer.closed()) << first;
+    EXPECT_EQ(peer.cut(), Cut::kProtocol) << first;
     EXPECT_EQ(peer.requests(), 0);
   }
 }

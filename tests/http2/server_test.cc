@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "tests/becomes.h"
 #include "tests/certificates.h"
 #include "tests/http2/client_hello.h"
 #include "tests/http2/echo.h"
@@ -29,6 +29,7 @@
 namespace logitd::http2 {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::testing::AnyOf;
 using ::testing::Each;
 using testing::Echo;
@@ -88,14 +89,6 @@ class ServerTest : public ::testing::Test, public ServerEvents {
     auto client = std::make_unique<RawClient>(TcpSocket());
     client->Begin();
     return client;
-  }
-  static bool Becomes(const std::function<bool()>& condition) {
-    const absl::Time end = absl::Now() + absl::Seconds(20);
-    while (!condition()) {
-      if (absl::Now() > end) return false;
-      absl::SleepFor(absl::Milliseconds(1));
-    }
-    return true;
   }
   static bool Ends(RawClient& client) {
     return Becomes([&] {

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <memory>
 #include <string>
@@ -18,7 +16,7 @@
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_attention_request.h"
 #include "tests/rpc/attention_requests.h"
-#include "tests/tree.h"
+#include "tests/rpc/judged.h"
 
 namespace logitd::rpc {
 namespace {
@@ -289,80 +287,66 @@ TEST(AttentionCodecTest, TheMaskRowsOfAMessageAreThoseOfEveryRow) {
 
 // --- refusals
 
-struct Bad {
-  const char* name;
-  void (*change)(Forward*);
-  const char* text;
-};
+const testing::Refused<Forward> kRefusedAttention[] = {
+    {"no_dtype", [](Forward* r) { r->clear_dtype(); }, "dtype: got 0"},
+    {"no_scores", [](Forward* r) { r->clear_scores(); }, "scores: got 0 bytes"},
+    {"keys_0", [](Forward* r) { r->set_keys(0); }, "keys: got 0"},
+    {"keys_beyond", [](Forward* r) { r->set_keys((1 << 20) + 1); }, "keys: got 1048577"},
+    {"heads_negative", [](Forward* r) { r->set_heads(-3); }, "heads: got -3"},
+    {"sizes_that_overflow",
+     [](Forward* r) {
+       r->set_batch(int64_t{1} << 40);
+       r->set_queries(int64_t{1} << 40);
+     },
+     "batch"},
+    {"scale_nan", [](Forward* r) { r->set_scale(std::nanf("")); }, "scale: got nan"},
+    {"window_negative", [](Forward* r) { r->set_window_left(-2); },
+     "window_left: got -2, allowed >= 0, or -1 for unbounded"},
+    {"mask_kind_of_the_future", [](Forward* r) { r->set_mask_kind(static_cast<v1::MaskKind>(3)); },
+     "mask_kind: got 3"},
+    {"mask_without_kind", [](Forward* r) { r->clear_mask_kind(); },
+     "mask_shape: got 4 values, allowed 0"},
+    {"mask_bytes_without_kind",
+     [](Forward* r) {
+       r->clear_mask_kind();
+       r->clear_mask_shape();
+     },
+     "mask: got 20 bytes, allowed 0"},
+    {"mask_shape_of_two",
+     [](Forward* r) {
+       SetMaskShape({4, 5}, r);
+     },
+     "mask_shape: got 2 values, allowed 4"},
+    {"mask_shape_that_fits_nothing",
+     [](Forward* r) {
+       SetMaskShape({1, 2, 4, 5}, r);
+     },
+     "mask_shape: got 2 for heads, allowed 1, 3"},
+    {"mask_shape_negative",
+     [](Forward* r) {
+       SetMaskShape({1, 1, -4, 5}, r);
+     },
+     "mask_shape: got -4"},
+    {"mask_short", [](Forward* r) { r->mutable_mask()->pop_back(); }, "mask: got 19 bytes"},
+    {"mask_dtype_of_a_bool", [](Forward* r) { r->set_mask_dtype(v1::DTYPE_F16); },
+     "mask_dtype: got 2 with mask_kind 1, allowed only with MASK_KIND_ADDITIVE"},
+    {"additive_without_dtype", [](Forward* r) { r->set_mask_kind(v1::MASK_KIND_ADDITIVE); },
+     "mask_dtype: got 0"},
+    {"sinks_of_two_for_three_heads",
+     [](Forward* r) {
+       r->add_sinks(0);
+       r->add_sinks(0);
+     },
+     "sinks: got 2 values"},
+    {"out_dtype_of_another_half", [](Forward* r) { r->set_out_dtype(v1::DTYPE_BF16); },
+     "out_dtype: got bf16"},
+    {"out_dtype_of_the_future", [](Forward* r) { r->set_out_dtype(static_cast<v1::DType>(9)); },
+     "out_dtype: got 9"}};
 
-class AttentionCodecRefuses : public ::testing::TestWithParam<Bad> {};
-
-TEST_P(AttentionCodecRefuses, NamingTheField) {
-  Forward request = BoolMasked({1, 1, 4, 5});
-  GetParam().change(&request);
-  const Parsed p(request);
-  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+TEST(AttentionCodecTest, RequestsAreRefusedNamingTheField) {
+  testing::ExpectRefused(BoolMasked({1, 1, 4, 5}), kRefusedAttention,
+                         [](const Forward& request) { return Parsed(request).status; });
 }
-
-INSTANTIATE_TEST_SUITE_P(
-    All, AttentionCodecRefuses,
-    ::testing::Values(
-        Bad{"no_dtype", [](Forward* r) { r->clear_dtype(); }, "dtype: got 0"},
-        Bad{"no_scores", [](Forward* r) { r->clear_scores(); }, "scores: got 0 bytes"},
-        Bad{"keys_0", [](Forward* r) { r->set_keys(0); }, "keys: got 0"},
-        Bad{"keys_beyond", [](Forward* r) { r->set_keys((1 << 20) + 1); }, "keys: got 1048577"},
-        Bad{"heads_negative", [](Forward* r) { r->set_heads(-3); }, "heads: got -3"},
-        Bad{"sizes_that_overflow",
-            [](Forward* r) {
-              r->set_batch(int64_t{1} << 40);
-              r->set_queries(int64_t{1} << 40);
-            },
-            "batch"},
-        Bad{"scale_nan", [](Forward* r) { r->set_scale(std::nanf("")); }, "scale: got nan"},
-        Bad{"window_negative", [](Forward* r) { r->set_window_left(-2); },
-            "window_left: got -2, allowed >= 0, or -1 for unbounded"},
-        Bad{"mask_kind_of_the_future",
-            [](Forward* r) { r->set_mask_kind(static_cast<v1::MaskKind>(3)); }, "mask_kind: got 3"},
-        Bad{"mask_without_kind", [](Forward* r) { r->clear_mask_kind(); },
-            "mask_shape: got 4 values, allowed 0"},
-        Bad{"mask_bytes_without_kind",
-            [](Forward* r) {
-              r->clear_mask_kind();
-              r->clear_mask_shape();
-            },
-            "mask: got 20 bytes, allowed 0"},
-        Bad{"mask_shape_of_two",
-            [](Forward* r) {
-              SetMaskShape({4, 5}, r);
-            },
-            "mask_shape: got 2 values, allowed 4"},
-        Bad{"mask_shape_that_fits_nothing",
-            [](Forward* r) {
-              SetMaskShape({1, 2, 4, 5}, r);
-            },
-            "mask_shape: got 2 for heads, allowed 1, 3"},
-        Bad{"mask_shape_negative",
-            [](Forward* r) {
-              SetMaskShape({1, 1, -4, 5}, r);
-            },
-            "mask_shape: got -4"},
-        Bad{"mask_short", [](Forward* r) { r->mutable_mask()->pop_back(); }, "mask: got 19 bytes"},
-        Bad{"mask_dtype_of_a_bool", [](Forward* r) { r->set_mask_dtype(v1::DTYPE_F16); },
-            "mask_dtype: got 2 with mask_kind 1, allowed only with MASK_KIND_ADDITIVE"},
-        Bad{"additive_without_dtype", [](Forward* r) { r->set_mask_kind(v1::MASK_KIND_ADDITIVE); },
-            "mask_dtype: got 0"},
-        Bad{"sinks_of_two_for_three_heads",
-            [](Forward* r) {
-              r->add_sinks(0);
-              r->add_sinks(0);
-            },
-            "sinks: got 2 values"},
-        Bad{"out_dtype_of_another_half", [](Forward* r) { r->set_out_dtype(v1::DTYPE_BF16); },
-            "out_dtype: got bf16"},
-        Bad{"out_dtype_of_the_future",
-            [](Forward* r) { r->set_out_dtype(static_cast<v1::DType>(9)); }, "out_dtype: got 9"}),
-    [](const auto& info) { return info.param.name; });
 
 TEST(AttentionCodecTest, TheGradientsInputsMustAgree) {
   const auto refusal = [](void (*change)(Backward*)) {
@@ -563,39 +547,14 @@ std::vector<std::string> FullMessages() {
           backward.SerializeAsString()};
 }
 
-TEST(AttentionWireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
-  for (const std::string& message : FullMessages()) {
-    for (size_t size = 0; size <= message.size(); ++size) {
-      EXPECT_EQ(testing::AttentionDisagreement(message.substr(0, size)), "");
-    }
-  }
-}
-
-TEST(AttentionWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
+TEST(AttentionWireTest, MessagesAreJudgedAsGeneratedCodeJudgesThem) {
   const std::vector<std::string> messages = FullMessages();
-  uint32_t random = 20;
-  for (size_t i = 0; i < 4000; ++i) {
-    std::string bytes = messages[i % messages.size()];
-    for (size_t damage = 0; damage < 1 + i % 3; ++damage) {
-      random = random * 1664525u + 1013904223u;
-      // Mostly the small fields, which lie before and after the payload.
-      const size_t at = (random >> 8) % bytes.size();
-      bytes[i % 2 == 0 ? at : at % 24] = static_cast<char>(random >> 4);
-    }
-    EXPECT_EQ(testing::AttentionDisagreement(bytes), "") << "damage " << i;
+  for (const std::string& message : messages) {
+    testing::ExpectCutAgrees(message, &testing::AttentionDisagreement);
   }
-}
-
-TEST(AttentionWireTest, CorpusOfTheFuzzer) {
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(
-           ::logitd::testing::InTree("tests/fuzz/corpus/attention_request_fuzz"))) {
-    std::ifstream in(entry.path(), std::ios::binary);
-    const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-    EXPECT_EQ(testing::AttentionDisagreement(bytes), "") << entry.path();
-    ++files;
-  }
-  EXPECT_GT(files, 10);
+  // Mostly the small fields, which lie before and after the payload.
+  testing::ExpectDamagedAgree(messages, 4000, &testing::AttentionDisagreement, /*head=*/24);
+  testing::ExpectCorpusAgrees("attention_request_fuzz", &testing::AttentionDisagreement);
 }
 
 }  // namespace

@@ -33,25 +33,19 @@
 #include "server/engine/metrics.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
+#include "tests/becomes.h"
 #include "tests/fake_backend.h"
 
 namespace logitd::rpc {
 namespace {
+
+using ::logitd::testing::Becomes;
 
 constexpr int64_t kMaxBytes = int64_t{64} << 10;
 constexpr int kMessages = 3;  // that the admission has room for
 constexpr int64_t kLeaseBytes = int64_t{64} << 10;
 constexpr int64_t kRingAt = int64_t{32} << 10;
 constexpr absl::Duration kSoon = absl::Seconds(20);
-
-bool Becomes(const std::function<bool()>& condition) {
-  const absl::Time end = SteadyNow() + kSoon;
-  while (!condition()) {
-    if (SteadyNow() > end) return false;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  return true;
-}
 
 class LoneCallTest : public ::testing::Test {
  protected:

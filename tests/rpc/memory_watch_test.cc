@@ -9,18 +9,12 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "tests/becomes.h"
 
 namespace logitd {
 namespace {
 
-bool Becomes(const std::function<bool()>& condition) {
-  const absl::Time end = absl::Now() + absl::Seconds(5);
-  while (!condition()) {
-    if (absl::Now() > end) return false;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  return true;
-}
+using ::logitd::testing::Becomes;
 
 // A process whose memory is a number. Limit 100, margin 10.
 class MemoryWatchTest : public ::testing::Test {

@@ -1,7 +1,10 @@
-// What codecs may refer to: one loaded head, "h", 3 tokens x 2, f32; and one lease.
+// What tests of codecs share: one loaded head, "h", 3 tokens x 2, f32, and one lease; a parsed request; a
+// table of refusals.
 #ifndef LOGITD_TESTS_RPC_ONE_HEAD_H_
 #define LOGITD_TESTS_RPC_ONE_HEAD_H_
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,6 +20,8 @@
 #include "absl/strings/str_cat.h"
 #include "server/arena/leases.h"
 #include "server/engine/heads.h"
+#include "server/engine/job.h"
+#include "server/rpc/codecs/codec.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
 #include "tests/fake_backend.h"
 
@@ -77,6 +82,50 @@ class OneHead {
   void* leased_ = nullptr;
   std::shared_ptr<const arena::Arena> arena_;
 };
+
+// A request that its codec has read, with what it may refer to.
+template <typename Codec, typename Request>
+struct ParsedAs {
+  static constexpr int64_t kMaxRows = 100;
+
+  explicit ParsedAs(std::string message)
+      : bytes(std::move(message)),
+        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
+        status(codec.Parse(pieces(), kMaxRows, &spec)) {}
+  explicit ParsedAs(const Request& request) : ParsedAs(request.SerializeAsString()) {}
+  ParsedAs(const ParsedAs&) = delete;
+
+  Pieces pieces() const { return Pieces(&piece, 1); }
+
+  std::string bytes;
+  Piece piece;
+  OneHead heads;
+  Codec codec{heads.Find()};
+  engine::JobSpec spec;
+  absl::Status status;
+};
+
+// A change that makes a good request a bad one, and a part of the error's text.
+template <typename Request>
+struct Refused {
+  const char* name;
+  void (*change)(Request* request);
+  const char* text;
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+};
+
+// `parse`: the status of a request.
+template <typename Request, size_t n>
+void ExpectRefused(const Request& good, const Refused<Request> (&table)[n], auto parse) {
+  for (const Refused<Request>& row : table) {
+    SCOPED_TRACE(row.name);
+    Request request = good;
+    row.change(&request);
+    const absl::Status status = parse(request);
+    EXPECT_EQ(status.code(), row.code) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr(row.text));
+  }
+}
 
 }  // namespace logitd::rpc::testing
 

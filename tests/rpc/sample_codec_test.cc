@@ -5,8 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <string>
@@ -16,8 +14,8 @@
 #include "server/rpc/codecs/verify_codec.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_sample_request.h"
+#include "tests/rpc/judged.h"
 #include "tests/rpc/one_head.h"
-#include "tests/tree.h"
 
 namespace logitd::rpc {
 namespace {
@@ -40,30 +38,20 @@ Request Plain(int64_t rows, int64_t vocab) {
 }
 
 template <typename Codec, typename Request>
-struct ParsedAs {
-  explicit ParsedAs(const Request& request)
-      : bytes(request.SerializeAsString()),
-        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
-        status(codec.Parse(Pieces(&piece, 1), kMaxRows, &spec)) {}
+struct ParsedAs : testing::ParsedAs<Codec, Request> {
+  using testing::ParsedAs<Codec, Request>::ParsedAs;
 
   // What the codec writes, array after array.
   std::vector<std::vector<std::byte>> Inputs(const engine::AxisCounts& first = {}) {
     std::vector<std::vector<std::byte>> arrays;
     std::vector<std::byte*> inputs;
-    for (const engine::Array& array : codec.op().inputs) {
-      arrays.emplace_back(static_cast<size_t>(spec.counts[array.axis]) * array.bytes);
+    for (const engine::Array& array : this->codec.op().inputs) {
+      arrays.emplace_back(static_cast<size_t>(this->spec.counts[array.axis]) * array.bytes);
       inputs.push_back(arrays.back().data());
     }
-    codec.WriteInputs(inputs, first);
+    this->codec.WriteInputs(inputs, first);
     return arrays;
   }
-
-  std::string bytes;
-  Piece piece;
-  testing::OneHead heads;
-  Codec codec{heads.Find()};
-  engine::JobSpec spec;
-  absl::Status status;
 };
 using Parsed = ParsedAs<SampleCodec, v1::SampleRequest>;
 using ParsedVerify = ParsedAs<VerifyCodec, v1::VerifyRequest>;
@@ -148,7 +136,8 @@ TEST(SampleCodecTest, ATopKThatKeepsAllIsTakenAsEveryClientWritesIt) {
   EXPECT_EQ(As<SampleRow>(p.Inputs()[ops::kSampleInRows.index])[3].top_k, -1);
 }
 
-TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
+// Two rows for the head of one_head.h.
+v1::SampleRequest Hidden() {
   v1::SampleRequest request;
   request.set_dtype(v1::DTYPE_F32);
   request.set_rows(2);
@@ -156,6 +145,11 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   request.set_hidden_size(2);
   request.set_hidden(std::string(16, '\1'));
   request.add_seed(5);
+  return request;
+}
+
+TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
+  v1::SampleRequest request = Hidden();
   request.add_top_k(4);  // more than the head's 3 tokens: off
   request.set_allowed_tokens(std::string("\x05\0\0\0", 4));
   Parsed p(request);
@@ -175,71 +169,53 @@ TEST(SampleCodecTest, HiddenStatesAreAJobOfTheirHeadWithTheSameParameters) {
   EXPECT_EQ(Parsed(request).status.code(), absl::StatusCode::kNotFound);
 }
 
-TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+// Hands a batch with the request's rows to linear_sample.
+struct Enqueued {
+  explicit Enqueued(const v1::SampleRequest& request) {
+    const Parsed p(request);
+    EXPECT_TRUE(p.status.ok()) << p.status;
+    const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
+    const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
+    EXPECT_TRUE(ops::kLinearSampleTraits
+                    .enqueue(stream, {.dtype = DType::kF32,
+                                      .counts = p.spec.counts,
+                                      .row_elements = 5,
+                                      .row_stride = 32,
+                                      .payload = memory + 48,
+                                      .max_row_entries = p.spec.max_row_entries,
+                                      .wanted = p.spec.wanted,
+                                      .inputs = inputs,
+                                      .outputs = outputs,
+                                      .head = &head})
+                    .ok());
+  }
+
   alignas(16) std::byte memory[64];
-  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
-  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
   const HeadView head = {.weight = {.rows = 7, .cols = 5}};
   FakeStream stream;
-  ASSERT_TRUE(ops::kLinearSampleTraits
-                  .enqueue(stream, {.dtype = DType::kF32,
-                                    .counts = {3},
-                                    .row_elements = 5,
-                                    .row_stride = 32,
-                                    .payload = memory + 48,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  const auto& last = stream.last<LinearSampleArgs>();
-  EXPECT_EQ(last.hidden.data, memory + 48);
-  EXPECT_EQ(last.hidden.rows, 3);
+};
+
+TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
+  Enqueued batch(Hidden());
+  const auto& last = batch.stream.last<LinearSampleArgs>();
+  EXPECT_EQ(last.hidden.data, batch.memory + 48);
+  EXPECT_EQ(last.hidden.rows, 2);
   EXPECT_EQ(last.hidden.cols, 5);
   EXPECT_EQ(last.head.vocab(), 7);
-  EXPECT_EQ(static_cast<const void*>(last.sample.tokens), memory + 16);
+  EXPECT_EQ(static_cast<const void*>(last.sample.tokens), batch.memory + 16);
   EXPECT_FALSE(last.sample.edited);
 }
 
-// What linear_sample is told of a batch with the request's rows.
-int32_t MaxKeptOf(const v1::SampleRequest& request) {
-  Parsed p(request);
-  EXPECT_TRUE(p.status.ok()) << p.status;
-  alignas(16) std::byte memory[64];
-  const std::vector<std::byte*> inputs(ops::kSampleInputs.size(), memory);
-  const std::vector<std::byte*> outputs(ops::kSampleOutputs.size(), memory + 16);
-  const HeadView head = {.weight = {.rows = 7, .cols = 5}};
-  FakeStream stream;
-  EXPECT_TRUE(ops::kLinearSampleTraits
-                  .enqueue(stream, {.dtype = DType::kF32,
-                                    .counts = p.spec.counts,
-                                    .row_elements = 5,
-                                    .row_stride = 32,
-                                    .payload = memory + 48,
-                                    .max_row_entries = p.spec.max_row_entries,
-                                    .wanted = p.spec.wanted,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  return stream.max_kept();
-}
-
 TEST(SampleCodecTest, ABatchTellsHowManyTokensItsRowsNeedUnlessOneMayNeedAny) {
-  v1::SampleRequest request;
-  request.set_dtype(v1::DTYPE_F32);
-  request.set_rows(2);
-  request.set_head("h");
-  request.set_hidden_size(2);
-  request.set_hidden(std::string(16, '\1'));
-  request.add_seed(5);
+  v1::SampleRequest request = Hidden();
   request.add_top_k(2);
   request.add_top_k(1);
-  EXPECT_EQ(MaxKeptOf(request), 2);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
   request.set_top_k(1, 0);  // off: any token may be drawn
-  EXPECT_EQ(MaxKeptOf(request), 0);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 0);
   request.add_temperature(1);
   request.add_temperature(0);
-  EXPECT_EQ(MaxKeptOf(request), 2);
+  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
 }
 
 v1::SampleRequest WithLists() {
@@ -285,76 +261,61 @@ TEST(SampleCodecTest, ListsOfARowAndSharedOnesCountFromTheJobsPlaceInTheBatch) {
   EXPECT_THAT(As<uint32_t>(arrays[ops::kSampleInMaskWords.index]), ElementsAre(0xffffffffu, 15u));
 }
 
-struct Bad {
-  const char* name;
-  void (*change)(v1::SampleRequest* request);
-  const char* text;
-};
-
-class SampleCodecRefuses : public ::testing::TestWithParam<Bad> {};
-
-TEST_P(SampleCodecRefuses, SayingWhichAndWhy) {
-  v1::SampleRequest request = WithLists();
-  GetParam().change(&request);
-  Parsed p(request);
-  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
-}
-
 using R = v1::SampleRequest*;
-INSTANTIATE_TEST_SUITE_P(
-    All, SampleCodecRefuses,
-    ::testing::Values(
-        Bad{"dtype", [](R r) { r->set_dtype(v1::DTYPE_UNSPECIFIED); }, "dtype: got 0"},
-        Bad{"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
-        Bad{"vocab_0", [](R r) { r->set_vocab(0); }, "vocab"},
-        Bad{"randomness_without_a_seed", [](R r) { r->clear_seed(); },
-            "seed: got none with temperature 1 at row 0, allowed 1 or 2 (rows) values"},
-        Bad{"three_seeds_for_two_rows",
-            [](R r) {
-              r->add_seed(1);
-              r->add_seed(1);
-            },
-            "seed: got 3 values, allowed none, 1 or 2 (rows)"},
-        Bad{"temperature_negative", [](R r) { r->add_temperature(-1); }, "temperature: got -1"},
-        Bad{"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
-            "top_k: got -2 at row 0, allowed -1 or more"},
-        Bad{"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
-        Bad{"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
-        Bad{"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
-        Bad{"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},
-        Bad{"top_logprobs_negative", [](R r) { r->add_top_logprobs(-1); }, "top_logprobs: got -1"},
-        Bad{"unknown_mode", [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
-            "logprob_mode: got 7"},
-        Bad{"counts_that_do_not_add_up", [](R r) { r->set_history_count(0, 2); },
-            "history_count: got 3 in total, allowed 4, the number of values of history"},
-        Bad{"count_negative",
-            [](R r) {
-              r->set_history_count(0, 5);
-              r->set_history_count(1, -1);
-            },
-            "history_count: got -1 at row 1"},
-        Bad{"counts_without_a_list", [](R r) { r->clear_history(); },
-            "history_count: got 4 in total, allowed 0, the number of values of history"},
-        Bad{"one_count_of_a_part", [](R r) { r->set_extra_count(0, 1); },
-            "extra_count: got 1 in total, allowed 2, the number of values of extra_ids"},
-        Bad{"history_token_beyond", [](R r) { r->set_history(3, 40); },
-            "history: got token 40 at row 1, entry 0, allowed 0..39"},
-        Bad{"biases_without_ids", [](R r) { r->clear_logit_bias_ids(); },
-            "logit_bias: got 2 values, allowed 0, one for each of logit_bias_ids"},
-        Bad{"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); },
-            "logit_bias: got token 1 twice"},
-        Bad{"half_a_mask", [](R r) { r->set_allowed_tokens("1234"); },
-            "allowed_tokens: got 4 bytes, allowed a multiple of 8"},
-        Bad{"mask_index_without_masks", [](R r) { r->clear_allowed_tokens(); },
-            "allowed_tokens_mask: got 0 at row 1, allowed -1..-1: allowed_tokens holds 0 masks"},
-        Bad{"more_masks_than_rows",
-            [](R r) {
-              r->clear_allowed_tokens_mask();
-              r->set_allowed_tokens(std::string(24, '\xff'));
-            },
-            "allowed_tokens: got 3 masks without allowed_tokens_mask, allowed 1 or 2 (rows)"}),
-    [](const auto& info) { return info.param.name; });
+const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
+    {"dtype", [](R r) { r->set_dtype(v1::DTYPE_UNSPECIFIED); }, "dtype: got 0"},
+    {"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
+    {"vocab_0", [](R r) { r->set_vocab(0); }, "vocab"},
+    {"randomness_without_a_seed", [](R r) { r->clear_seed(); },
+     "seed: got none with temperature 1 at row 0, allowed 1 or 2 (rows) values"},
+    {"three_seeds_for_two_rows",
+     [](R r) {
+       r->add_seed(1);
+       r->add_seed(1);
+     },
+     "seed: got 3 values, allowed none, 1 or 2 (rows)"},
+    {"temperature_negative", [](R r) { r->add_temperature(-1); }, "temperature: got -1"},
+    {"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
+     "top_k: got -2 at row 0, allowed -1 or more"},
+    {"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
+    {"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
+    {"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
+    {"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},
+    {"top_logprobs_negative", [](R r) { r->add_top_logprobs(-1); }, "top_logprobs: got -1"},
+    {"unknown_mode", [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
+     "logprob_mode: got 7"},
+    {"counts_that_do_not_add_up", [](R r) { r->set_history_count(0, 2); },
+     "history_count: got 3 in total, allowed 4, the number of values of history"},
+    {"count_negative",
+     [](R r) {
+       r->set_history_count(0, 5);
+       r->set_history_count(1, -1);
+     },
+     "history_count: got -1 at row 1"},
+    {"counts_without_a_list", [](R r) { r->clear_history(); },
+     "history_count: got 4 in total, allowed 0, the number of values of history"},
+    {"one_count_of_a_part", [](R r) { r->set_extra_count(0, 1); },
+     "extra_count: got 1 in total, allowed 2, the number of values of extra_ids"},
+    {"history_token_beyond", [](R r) { r->set_history(3, 40); },
+     "history: got token 40 at row 1, entry 0, allowed 0..39"},
+    {"biases_without_ids", [](R r) { r->clear_logit_bias_ids(); },
+     "logit_bias: got 2 values, allowed 0, one for each of logit_bias_ids"},
+    {"bias_twice", [](R r) { r->set_logit_bias_ids(1, 1); }, "logit_bias: got token 1 twice"},
+    {"half_a_mask", [](R r) { r->set_allowed_tokens("1234"); },
+     "allowed_tokens: got 4 bytes, allowed a multiple of 8"},
+    {"mask_index_without_masks", [](R r) { r->clear_allowed_tokens(); },
+     "allowed_tokens_mask: got 0 at row 1, allowed -1..-1: allowed_tokens holds 0 masks"},
+    {"more_masks_than_rows",
+     [](R r) {
+       r->clear_allowed_tokens_mask();
+       r->set_allowed_tokens(std::string(24, '\xff'));
+     },
+     "allowed_tokens: got 3 masks without allowed_tokens_mask, allowed 1 or 2 (rows)"}};
+
+TEST(SampleCodecTest, RequestsAreRefusedSayingWhichAndWhy) {
+  testing::ExpectRefused(WithLists(), kRefusedSample,
+                         [](const v1::SampleRequest& request) { return Parsed(request).status; });
+}
 
 TEST(SampleCodecTest, AGreedyRequestNeedsNoSeed) {
   v1::SampleRequest request = Plain<v1::SampleRequest>(2, 40);
@@ -484,62 +445,48 @@ TEST(VerifyCodecTest, NoKindsMeanGreedyDrafts) {
   EXPECT_EQ(As<VerifyDraft>(p.Inputs()[ops::kVerifyInDrafts.index])[0].kind, DraftKind::kGreedy);
 }
 
-struct BadVerify {
-  const char* name;
-  void (*change)(v1::VerifyRequest* request);
-  const char* text;
-};
-
-class VerifyCodecRefuses : public ::testing::TestWithParam<BadVerify> {};
-
-TEST_P(VerifyCodecRefuses, SayingWhichAndWhy) {
-  v1::VerifyRequest request = Drafts();
-  GetParam().change(&request);
-  ParsedVerify p(request);
-  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
-}
-
 using V = v1::VerifyRequest*;
-INSTANTIATE_TEST_SUITE_P(
-    All, VerifyCodecRefuses,
-    ::testing::Values(
-        BadVerify{"what_sample_refuses_too", [](V r) { r->add_top_k(-2); },
-                  "top_k: got -2 at row 0, allowed -1 or more"},
-        BadVerify{"no_sequences", [](V r) { r->clear_sequence_rows(); },
-                  "sequence_rows: got 0 in total, allowed 6 (rows)"},
-        BadVerify{"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },
-                  "sequence_rows: got 0 at sequence 1, allowed 1..3"},
-        BadVerify{"more_rows_than_sent", [](V r) { r->set_sequence_rows(2, 3); },
-                  "sequence_rows: got 3 at sequence 2, allowed 1..2"},
-        BadVerify{"a_draft_too_many", [](V r) { r->add_drafts(1); },
-                  "drafts: got 4 values, allowed 3: rows 6 less sequences 3"},
-        BadVerify{"draft_beyond_vocab", [](V r) { r->set_drafts(1, 4); }, "drafts: got token 4"},
-        BadVerify{"draft_not_in_its_list", [](V r) { r->set_drafts(0, 3); },
-                  "drafts: got token 3 at row 0, allowed one of its 2 draft_ids"},
-        BadVerify{"list_out_of_order", [](V r) { r->set_draft_ids(1, 1); }, "allowed ascending"},
-        BadVerify{"two_kinds_for_three_drafts", [](V r) { r->mutable_draft_kind()->RemoveLast(); },
-                  "draft_kind: got 2 values, allowed none, 1 or 3 (drafts)"},
-        BadVerify{"unknown_kind", [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
-                  "draft_kind: got 3 at row 1"},
-        BadVerify{"lists_without_counts", [](V r) { r->clear_draft_count(); },
-                  "draft_count: got 0 values, allowed 1, or one for each draft of DRAFT_KIND_LIST: "
-                  "draft 0 has none"},
-        BadVerify{"counts_without_lists",
-                  [](V r) {
-                    r->clear_draft_kind();
-                    r->clear_draft_ids();
-                    r->clear_draft_probs();
-                  },
-                  "draft_count: got 1 values, allowed 1 for all or one for each of 0 drafts"},
-        BadVerify{"ids_too_few", [](V r) { r->mutable_draft_ids()->RemoveLast(); },
-                  "draft_ids: got 1 values, allowed 2, the sum of draft_count"},
-        BadVerify{"probabilities_of_greedy_drafts",
-                  [](V r) { r->set_draft_kind(2, v1::DRAFT_KIND_GREEDY); },
-                  "draft_probs: got 6 values, allowed 2"},
-        BadVerify{"half_a_float", [](V r) { r->mutable_draft_probs()->pop_back(); },
-                  "draft_probs: got 23 bytes"}),
-    [](const auto& info) { return info.param.name; });
+const testing::Refused<v1::VerifyRequest> kRefusedVerify[] = {
+    {"what_sample_refuses_too", [](V r) { r->add_top_k(-2); },
+     "top_k: got -2 at row 0, allowed -1 or more"},
+    {"no_sequences", [](V r) { r->clear_sequence_rows(); },
+     "sequence_rows: got 0 in total, allowed 6 (rows)"},
+    {"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },
+     "sequence_rows: got 0 at sequence 1, allowed 1..3"},
+    {"more_rows_than_sent", [](V r) { r->set_sequence_rows(2, 3); },
+     "sequence_rows: got 3 at sequence 2, allowed 1..2"},
+    {"a_draft_too_many", [](V r) { r->add_drafts(1); },
+     "drafts: got 4 values, allowed 3: rows 6 less sequences 3"},
+    {"draft_beyond_vocab", [](V r) { r->set_drafts(1, 4); }, "drafts: got token 4"},
+    {"draft_not_in_its_list", [](V r) { r->set_drafts(0, 3); },
+     "drafts: got token 3 at row 0, allowed one of its 2 draft_ids"},
+    {"list_out_of_order", [](V r) { r->set_draft_ids(1, 1); }, "allowed ascending"},
+    {"two_kinds_for_three_drafts", [](V r) { r->mutable_draft_kind()->RemoveLast(); },
+     "draft_kind: got 2 values, allowed none, 1 or 3 (drafts)"},
+    {"unknown_kind", [](V r) { r->set_draft_kind(1, static_cast<v1::DraftKind>(3)); },
+     "draft_kind: got 3 at row 1"},
+    {"lists_without_counts", [](V r) { r->clear_draft_count(); },
+     "draft_count: got 0 values, allowed 1, or one for each draft of DRAFT_KIND_LIST: "
+     "draft 0 has none"},
+    {"counts_without_lists",
+     [](V r) {
+       r->clear_draft_kind();
+       r->clear_draft_ids();
+       r->clear_draft_probs();
+     },
+     "draft_count: got 1 values, allowed 1 for all or one for each of 0 drafts"},
+    {"ids_too_few", [](V r) { r->mutable_draft_ids()->RemoveLast(); },
+     "draft_ids: got 1 values, allowed 2, the sum of draft_count"},
+    {"probabilities_of_greedy_drafts", [](V r) { r->set_draft_kind(2, v1::DRAFT_KIND_GREEDY); },
+     "draft_probs: got 6 values, allowed 2"},
+    {"half_a_float", [](V r) { r->mutable_draft_probs()->pop_back(); },
+     "draft_probs: got 23 bytes"}};
+
+TEST(VerifyCodecTest, RequestsAreRefusedSayingWhichAndWhy) {
+  testing::ExpectRefused(Drafts(), kRefusedVerify, [](const v1::VerifyRequest& request) {
+    return ParsedVerify(request).status;
+  });
+}
 
 TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::VerifyRequest request = Plain<v1::VerifyRequest>(2, 40);
@@ -563,47 +510,17 @@ TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
 
 // --- the reader, with generated code as the judge
 
-TEST(SampleWireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
+TEST(SampleWireTest, MessagesAreJudgedAsGeneratedCodeJudgesThem) {
   const std::string sample = WithLists().SerializeAsString();
-  for (size_t size = 0; size <= sample.size(); ++size) {
-    EXPECT_EQ(testing::SampleRequestDisagreement(std::string_view(sample).substr(0, size)), "");
-  }
   const std::string verify = Drafts().SerializeAsString();
-  for (size_t size = 0; size <= verify.size(); ++size) {
-    EXPECT_EQ(testing::VerifyRequestDisagreement(std::string_view(verify).substr(0, size)), "");
+  testing::ExpectCutAgrees(sample, &testing::SampleRequestDisagreement);
+  testing::ExpectCutAgrees(verify, &testing::VerifyRequestDisagreement);
+  for (const testing::Judge judge :
+       {&testing::SampleRequestDisagreement, &testing::VerifyRequestDisagreement}) {
+    testing::ExpectDamagedAgree({sample, verify}, 4000, judge);
   }
-}
-
-TEST(SampleWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
-  const std::string messages[] = {WithLists().SerializeAsString(), Drafts().SerializeAsString()};
-  uint32_t random = 20;
-  for (int i = 0; i < 4000; ++i) {
-    std::string bytes = messages[i % 2];
-    for (int damage = 0; damage < 1 + i % 3; ++damage) {
-      random = random * 1664525u + 1013904223u;
-      bytes[(random >> 8) % bytes.size()] = static_cast<char>(random >> 4);
-    }
-    EXPECT_EQ(testing::SampleRequestDisagreement(bytes), "") << "damage " << i;
-    EXPECT_EQ(testing::VerifyRequestDisagreement(bytes), "") << "damage " << i;
-  }
-}
-
-TEST(SampleWireTest, CorpusOfTheFuzzers) {
-  for (const bool verify : {false, true}) {
-    int files = 0;
-    for (const auto& entry : std::filesystem::directory_iterator(
-             ::logitd::testing::InTree(verify ? "tests/fuzz/corpus/verify_request_fuzz"
-                                              : "tests/fuzz/corpus/sample_request_fuzz"))) {
-      std::ifstream in(entry.path(), std::ios::binary);
-      const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-      EXPECT_EQ(verify ? testing::VerifyRequestDisagreement(bytes)
-                       : testing::SampleRequestDisagreement(bytes),
-                "")
-          << entry.path();
-      ++files;
-    }
-    EXPECT_GT(files, 10);
-  }
+  testing::ExpectCorpusAgrees("sample_request_fuzz", &testing::SampleRequestDisagreement);
+  testing::ExpectCorpusAgrees("verify_request_fuzz", &testing::VerifyRequestDisagreement);
 }
 
 }  // namespace

@@ -6,8 +6,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -17,8 +15,8 @@
 #include "logitd/v1/scorer.pb.h"
 #include "tests/fake_backend.h"
 #include "tests/fuzz/compare_score_request.h"
+#include "tests/rpc/judged.h"
 #include "tests/rpc/one_head.h"
-#include "tests/tree.h"
 
 namespace logitd::rpc {
 namespace {
@@ -173,116 +171,100 @@ TEST(ScoreCodecTest, HiddenStatesAreAJobOfTheirHead) {
   EXPECT_EQ(p.codec.payload().row_bytes, 8u);
 }
 
-struct Bad {
-  const char* name;
-  void (*change)(v1::ScoreRequest* request);
-  const char* text;
-  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
-};
-
-class ScoreCodecRefuses : public ::testing::TestWithParam<Bad> {};
-
-TEST_P(ScoreCodecRefuses, SayingWhichAndWhy) {
-  v1::ScoreRequest request = Plain({1, 2});
-  GetParam().change(&request);
-  Parsed p(request);
-  EXPECT_EQ(p.status.code(), GetParam().code) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
-}
-
 using R = v1::ScoreRequest*;
-INSTANTIATE_TEST_SUITE_P(
-    All, ScoreCodecRefuses,
-    ::testing::Values(
-        Bad{"dtype", [](R r) { r->clear_dtype(); }, "dtype: got 0"},
-        Bad{"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
-        Bad{"no_targets", [](R r) { r->clear_targets(); },
-            "targets: got 0 values, allowed 2 (rows)"},
-        Bad{"a_target_too_many", [](R r) { r->add_targets(0); }, "targets: got 3 values"},
-        Bad{"target_beyond_vocab", [](R r) { r->set_targets(1, 5); },
-            "targets: got 5 at row 1, allowed 0..4, or -100 (ignore_index)"},
-        Bad{"target_negative", [](R r) { r->set_targets(0, -7); }, "targets: got -7 at row 0"},
-        Bad{"three_temperatures_for_two_rows",
-            [](R r) {
-              for (int i = 0; i < 3; ++i) r->add_temperature(1);
-            },
-            "temperature: got 3 values, allowed none, 1 or 2 (rows)"},
-        Bad{"temperature_0", [](R r) { r->add_temperature(0); }, "temperature: got 0"},
-        Bad{"softcap_negative", [](R r) { r->add_softcap(-1); }, "softcap: got -1"},
-        Bad{"smoothing_1", [](R r) { r->add_label_smoothing(1); }, "label_smoothing: got 1"},
-        Bad{"smoothing_nan", [](R r) { r->add_label_smoothing(NAN); }, "label_smoothing"},
-        Bad{"unknown_convention",
-            [](R r) { r->add_smoothing(static_cast<v1::SmoothingConvention>(7)); }, "smoothing"},
-        Bad{"z_loss_infinite", [](R r) { r->add_z_loss(INFINITY); }, "z_loss: got inf"},
-        Bad{"more_top_than_vocab", [](R r) { r->add_top_logprobs(6); }, "top_logprobs: got 6"},
-        Bad{"extra_beyond_vocab", [](R r) { r->add_extra_ids(5); }, "extra_ids: got token 5"},
-        Bad{"extra_counts_that_do_not_add_up",
-            [](R r) {
-              r->add_extra_count(1);
-              r->add_extra_ids(1);
-              r->add_extra_ids(2);
-            },
-            "extra_count: got 1 in total, allowed 2"},
-        Bad{"offset_negative", [](R r) { r->set_offset(-1); }, "offset: got -1"},
-        Bad{"counts_whose_sum_is_beyond_64_bits",
-            [](R r) {
-              constexpr int64_t kLarge = int64_t{1} << 62;
-              r->set_offset(kLarge);
-              r->mutable_totals()->set_rows(kLarge);
-              r->mutable_totals()->set_counted(kLarge);
-              r->mutable_totals()->set_ignored(kLarge);
-              r->mutable_totals()->set_faulty(kLarge);
-            },
-            "offset: got 4611686018427387904, allowed 0..1152921504606846976"},
-        Bad{"counts_as_large_as_offsets_are",
-            [](R r) {
-              constexpr int64_t kLarge = int64_t{1} << 60;
-              r->set_offset(kLarge);
-              r->mutable_totals()->set_rows(kLarge);
-              r->mutable_totals()->set_counted(kLarge);
-              r->mutable_totals()->set_ignored(kLarge);
-              r->mutable_totals()->set_faulty(kLarge);
-            },
-            "totals.rows: got 1152921504606846976, allowed 3458764513820540928"},
-        Bad{"sums_over_nothing_counted",
-            [](R r) {
-              r->set_offset(1);
-              r->mutable_totals()->set_rows(1);
-              r->mutable_totals()->set_ignored(1);
-              r->mutable_totals()->set_loss_sum(2);
-            },
-            "totals: got sums 2 and 0, allowed 0 and 0 where counted is 0"},
-        Bad{"totals_of_more_rows_than_came_before",
-            [](R r) {
-              r->set_offset(3);
-              r->mutable_totals()->set_rows(4);
-              r->mutable_totals()->set_counted(4);
-            },
-            "totals.counted: got 4, allowed 0..3"},
-        Bad{"totals_that_do_not_add_up",
-            [](R r) {
-              r->set_offset(9);
-              r->mutable_totals()->set_rows(4);
-              r->mutable_totals()->set_ignored(3);
-            },
-            "totals.rows: got 4, allowed 3: counted 0 + ignored 3 + faulty 0"},
-        Bad{"totals_nan", [](R r) { r->mutable_totals()->set_loss_sum(NAN); },
-            "totals: got sums nan and 0"},
-        Bad{"softcap_beside_the_heads",
-            [](R r) {
-              *r = Hidden({0, 1});
-              r->add_softcap(2);
-            },
-            "softcap: got 2 at row 0, allowed 0 with hidden states"},
-        Bad{"unknown_head",
-            [](R r) {
-              *r = Hidden({0, 1});
-              r->set_head("g");
-            },
-            "no head g, only h", absl::StatusCode::kNotFound},
-        Bad{"more_rows_than_a_batch", [](R r) { *r = Plain(std::vector<int32_t>(101, 0), 1); },
-            "rows: got 101, allowed 1..100"}),
-    [](const auto& info) { return info.param.name; });
+const testing::Refused<v1::ScoreRequest> kRefusedScore[] = {
+    {"dtype", [](R r) { r->clear_dtype(); }, "dtype: got 0"},
+    {"bytes_disagree", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
+    {"no_targets", [](R r) { r->clear_targets(); }, "targets: got 0 values, allowed 2 (rows)"},
+    {"a_target_too_many", [](R r) { r->add_targets(0); }, "targets: got 3 values"},
+    {"target_beyond_vocab", [](R r) { r->set_targets(1, 5); },
+     "targets: got 5 at row 1, allowed 0..4, or -100 (ignore_index)"},
+    {"target_negative", [](R r) { r->set_targets(0, -7); }, "targets: got -7 at row 0"},
+    {"three_temperatures_for_two_rows",
+     [](R r) {
+       for (int i = 0; i < 3; ++i) r->add_temperature(1);
+     },
+     "temperature: got 3 values, allowed none, 1 or 2 (rows)"},
+    {"temperature_0", [](R r) { r->add_temperature(0); }, "temperature: got 0"},
+    {"softcap_negative", [](R r) { r->add_softcap(-1); }, "softcap: got -1"},
+    {"smoothing_1", [](R r) { r->add_label_smoothing(1); }, "label_smoothing: got 1"},
+    {"smoothing_nan", [](R r) { r->add_label_smoothing(NAN); }, "label_smoothing"},
+    {"unknown_convention", [](R r) { r->add_smoothing(static_cast<v1::SmoothingConvention>(7)); },
+     "smoothing"},
+    {"z_loss_infinite", [](R r) { r->add_z_loss(INFINITY); }, "z_loss: got inf"},
+    {"more_top_than_vocab", [](R r) { r->add_top_logprobs(6); }, "top_logprobs: got 6"},
+    {"extra_beyond_vocab", [](R r) { r->add_extra_ids(5); }, "extra_ids: got token 5"},
+    {"extra_counts_that_do_not_add_up",
+     [](R r) {
+       r->add_extra_count(1);
+       r->add_extra_ids(1);
+       r->add_extra_ids(2);
+     },
+     "extra_count: got 1 in total, allowed 2"},
+    {"offset_negative", [](R r) { r->set_offset(-1); }, "offset: got -1"},
+    {"counts_whose_sum_is_beyond_64_bits",
+     [](R r) {
+       constexpr int64_t kLarge = int64_t{1} << 62;
+       r->set_offset(kLarge);
+       r->mutable_totals()->set_rows(kLarge);
+       r->mutable_totals()->set_counted(kLarge);
+       r->mutable_totals()->set_ignored(kLarge);
+       r->mutable_totals()->set_faulty(kLarge);
+     },
+     "offset: got 4611686018427387904, allowed 0..1152921504606846976"},
+    {"counts_as_large_as_offsets_are",
+     [](R r) {
+       constexpr int64_t kLarge = int64_t{1} << 60;
+       r->set_offset(kLarge);
+       r->mutable_totals()->set_rows(kLarge);
+       r->mutable_totals()->set_counted(kLarge);
+       r->mutable_totals()->set_ignored(kLarge);
+       r->mutable_totals()->set_faulty(kLarge);
+     },
+     "totals.rows: got 1152921504606846976, allowed 3458764513820540928"},
+    {"sums_over_nothing_counted",
+     [](R r) {
+       r->set_offset(1);
+       r->mutable_totals()->set_rows(1);
+       r->mutable_totals()->set_ignored(1);
+       r->mutable_totals()->set_loss_sum(2);
+     },
+     "totals: got sums 2 and 0, allowed 0 and 0 where counted is 0"},
+    {"totals_of_more_rows_than_came_before",
+     [](R r) {
+       r->set_offset(3);
+       r->mutable_totals()->set_rows(4);
+       r->mutable_totals()->set_counted(4);
+     },
+     "totals.counted: got 4, allowed 0..3"},
+    {"totals_that_do_not_add_up",
+     [](R r) {
+       r->set_offset(9);
+       r->mutable_totals()->set_rows(4);
+       r->mutable_totals()->set_ignored(3);
+     },
+     "totals.rows: got 4, allowed 3: counted 0 + ignored 3 + faulty 0"},
+    {"totals_nan", [](R r) { r->mutable_totals()->set_loss_sum(NAN); },
+     "totals: got sums nan and 0"},
+    {"softcap_beside_the_heads",
+     [](R r) {
+       *r = Hidden({0, 1});
+       r->add_softcap(2);
+     },
+     "softcap: got 2 at row 0, allowed 0 with hidden states"},
+    {"unknown_head",
+     [](R r) {
+       *r = Hidden({0, 1});
+       r->set_head("g");
+     },
+     "no head g, only h", absl::StatusCode::kNotFound},
+    {"more_rows_than_a_batch", [](R r) { *r = Plain(std::vector<int32_t>(101, 0), 1); },
+     "rows: got 101, allowed 1..100"}};
+
+TEST(ScoreCodecTest, RequestsAreRefusedSayingWhichAndWhy) {
+  testing::ExpectRefused(Plain({1, 2}), kRefusedScore,
+                         [](const v1::ScoreRequest& request) { return Parsed(request).status; });
+}
 
 template <typename T>
 absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
@@ -639,24 +621,11 @@ v1::ScoreRequest EveryField() {
   return request;
 }
 
-TEST(ScoreWireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
-  const std::string bytes = EveryField().SerializeAsString();
-  for (size_t size = 0; size <= bytes.size(); ++size) {
-    EXPECT_EQ(testing::ScoreRequestDisagreement(std::string_view(bytes).substr(0, size)), "");
-  }
-}
-
-TEST(ScoreWireTest, DamagedMessagesAreJudgedAsGeneratedCodeJudgesThem) {
+TEST(ScoreWireTest, MessagesAreJudgedAsGeneratedCodeJudgesThem) {
   const std::string message = EveryField().SerializeAsString();
-  uint32_t random = 20;
-  for (int i = 0; i < 8000; ++i) {
-    std::string bytes = message;
-    for (int damage = 0; damage < 1 + i % 3; ++damage) {
-      random = random * 1664525u + 1013904223u;
-      bytes[(random >> 8) % bytes.size()] = static_cast<char>(random >> 4);
-    }
-    EXPECT_EQ(testing::ScoreRequestDisagreement(bytes), "") << "damage " << i;
-  }
+  testing::ExpectCutAgrees(message, &testing::ScoreRequestDisagreement);
+  testing::ExpectDamagedAgree({message}, 8000, &testing::ScoreRequestDisagreement);
+  testing::ExpectCorpusAgrees("score_request_fuzz", &testing::ScoreRequestDisagreement);
 }
 
 TEST(ScoreWireTest, TotalsInSeveralPartsAreOneOverTheOther) {
@@ -672,18 +641,6 @@ TEST(ScoreWireTest, TotalsInSeveralPartsAreOneOverTheOther) {
   ASSERT_TRUE(ParseScoreFields(Pieces(&piece, 1), 10, &fields).ok());
   EXPECT_EQ(fields.totals.rows, 4);
   EXPECT_EQ(fields.totals.loss_sum, 2);
-}
-
-TEST(ScoreWireTest, CorpusOfTheFuzzer) {
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(
-           ::logitd::testing::InTree("tests/fuzz/corpus/score_request_fuzz"))) {
-    std::ifstream in(entry.path(), std::ios::binary);
-    const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-    EXPECT_EQ(testing::ScoreRequestDisagreement(bytes), "") << entry.path();
-    ++files;
-  }
-  EXPECT_GT(files, 10);
 }
 
 }  // namespace

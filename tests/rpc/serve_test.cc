@@ -138,18 +138,29 @@ void CallAndLose(const std::string& directory, std::atomic<bool>* lost) {
   pause();  // the main thread ends the process
 }
 
-void ServeOnADeviceThatIsLost(const std::string& directory) {
+// Ends the process with what Serve returns.
+[[noreturn]] void ServeToTheEnd(const Config& config, MakeBackends make) {
   alarm(60);
   SetUpLogging("info", "text");
+  std::_Exit(Serve(config, make));
+}
+
+// For a server that must end the process itself: Serve must not return.
+[[noreturn]] void ServeAndFail(const Config& config, MakeBackends make) {
+  alarm(60);
+  SetUpLogging("info", "text");
+  std::_Exit(Serve(config, make) + 100);
+}
+
+void ServeOnADeviceThatIsLost(const std::string& directory) {
   std::atomic<bool> lost = false;
-  const int code = Serve(SmallConfig(directory), [&] {
+  ServeToTheEnd(SmallConfig(directory), [&] {
     // By now Serve has blocked the signals, so threads may start.
     std::thread(CallAndLose, directory, &lost).detach();
     return Doomed(FaultPoint::kWait, [&lost] {
       return lost ? absl::InternalError("fell off the bus") : absl::OkStatus();
     });
   });
-  std::_Exit(code);
 }
 
 TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
@@ -162,12 +173,10 @@ TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
 
 // Device 1 of two is lost in a batch; then calls go on, and a signal ends the server.
 void ServeOnTwoDevicesAndLoseOne(const std::string& directory) {
-  alarm(60);
   Config config = SmallConfig(directory);
   config.streams = 1;
-  SetUpLogging("info", "text");
   std::atomic<bool> hold = true;
-  const int code = Serve(config, [&] {
+  ServeToTheEnd(config, [&] {
     std::thread([directory, &hold] {
       const std::unique_ptr<client::Client> client = Connected(directory);
       // Device 0 stands still, so the second call runs on device 1.
@@ -209,7 +218,6 @@ void ServeOnTwoDevicesAndLoseOne(const std::string& directory) {
         DoomedDevice(1, FaultPoint::kWait, [] { return absl::InternalError("fell off the bus"); }));
     return backends;
   });
-  std::_Exit(code);
 }
 
 TEST_F(ServeDeathTest, ALostDeviceOfSeveralIsTakenOutAndTheOthersServe) {
@@ -225,11 +233,9 @@ TEST_F(ServeDeathTest, ALostDeviceOfSeveralIsTakenOutAndTheOthersServe) {
 }
 
 void ServeABatchThatHangs(const std::string& directory) {
-  alarm(60);
   Config config = SmallConfig(directory);
   config.drain_grace = absl::Milliseconds(200);
-  SetUpLogging("info", "text");
-  const int code = Serve(config, [&] {
+  ServeAndFail(config, [&] {
     std::thread([directory] {
       const absl::Status status = Connected(directory)->TopK(OneRow()).status();
       std::fprintf(stderr, "call: %s\n", status.ToString().c_str());
@@ -237,7 +243,6 @@ void ServeABatchThatHangs(const std::string& directory) {
     }).detach();
     return Doomed(FaultPoint::kWait, &Hang);
   });
-  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
@@ -250,16 +255,14 @@ TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
 // Calls of a ring one after another, until one runs on the ring's thread: not on an engine thread, of
 // which there is one, and which runs the first call. That call hangs.
 void ServeALoneCallThatHangs(const std::string& directory) {
-  alarm(60);
   Config config = SmallConfig(directory);
   config.drain_grace = absl::Milliseconds(200);
   config.arena_listen = "unix:" + directory + "/arena";
   config.max_arena_bytes = 1 << 20;
   config.max_leases = 1;
   config.streams = 1;
-  SetUpLogging("info", "text");
   std::atomic<pid_t> engine_thread = 0;
-  const int code = Serve(config, [&] {
+  ServeAndFail(config, [&] {
     std::thread([directory] {
       Connected(directory);
       const auto lease = client::Arena::Lease("unix:" + directory + "/arena", 1 << 17);
@@ -274,7 +277,6 @@ void ServeALoneCallThatHangs(const std::string& directory) {
       return first != 0 && first != gettid() ? Hang() : absl::OkStatus();
     });
   });
-  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ALoneCallThatHangsDoesNotKeepTheProcess) {
@@ -285,10 +287,8 @@ TEST_F(ServeDeathTest, ALoneCallThatHangsDoesNotKeepTheProcess) {
 
 // The caller goes before the signal, so no call is left to wait for.
 void ServeASlowBatchWithoutACaller(const std::string& directory) {
-  alarm(60);
-  SetUpLogging("info", "text");
   std::atomic<bool> runs = false;
-  const int code = Serve(SmallConfig(directory), [&] {
+  ServeToTheEnd(SmallConfig(directory), [&] {
     std::thread([directory, &runs] {
       Connected(directory);  // so that only the batch uses up the deadline
       auto client = client::Client::Create({.address = Address(directory),
@@ -304,7 +304,6 @@ void ServeASlowBatchWithoutACaller(const std::string& directory) {
       return absl::OkStatus();
     });
   });
-  std::_Exit(code);
 }
 
 TEST_F(ServeDeathTest, ASlowBatchWithoutACallerIsNotTakenForADeviceThatHangs) {
@@ -376,16 +375,13 @@ std::string HeadInMemory() {
 }
 
 void LoadOnADeviceThatIsLost() {
-  alarm(60);
   Config config;
   config.metrics_listen = "off";
   config.slab_bytes = config.max_request_bytes = 1 << 20;
   config.heads = {{.name = "a", .path = HeadInMemory()}};
-  SetUpLogging("info", "text");
-  const int code = Serve(config, [] {
+  ServeAndFail(config, [] {
     return Doomed(FaultPoint::kWait, [] { return absl::InternalError("fell off the bus"); });
   });
-  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ADeviceLostWhileAHeadLoadsAtStartEndsTheProcess) {
@@ -395,15 +391,13 @@ TEST_F(ServeDeathTest, ADeviceLostWhileAHeadLoadsAtStartEndsTheProcess) {
 }
 
 void ServeALoadThatIsStuck(const std::string& directory, bool at_start) {
-  alarm(60);
   std::ofstream(directory + "/head", std::ios::binary) << HeadFile();
   Config config = SmallConfig(directory);
   // Long enough for the caller to hear of the drain, also on a busy machine.
   config.drain_grace = at_start ? absl::Milliseconds(200) : absl::Seconds(3);
   config.head_root = directory;
   if (at_start) config.heads = {{.name = "a", .path = directory + "/head"}};
-  SetUpLogging("info", "text");
-  const int code = Serve(config, [&] {
+  ServeAndFail(config, [&] {
     if (!at_start) {
       std::thread([&] {
         const std::unique_ptr<client::Client> client = Connected(directory);
@@ -420,7 +414,6 @@ void ServeALoadThatIsStuck(const std::string& directory, bool at_start) {
       return Hang();
     });
   });
-  std::_Exit(code + 100);  // Serve must not return
 }
 
 TEST_F(ServeDeathTest, ALoadThatIsStuckDoesNotKeepTheProcess) {

@@ -19,9 +19,12 @@
 #include "server/engine/metrics.h"
 #include "server/ops/ops.h"
 #include "server/rpc/rpc_server.h"
+#include "tests/becomes.h"
 #include "tests/fake_backend.h"
 
 namespace logitd::rpc {
+
+using ::logitd::testing::Becomes;
 
 class ServedEngine : public ::testing::Test {
  protected:
@@ -63,15 +66,6 @@ class ServedEngine : public ::testing::Test {
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     return grpc::CreateChannel(server_->listening()[0], grpc::InsecureChannelCredentials());
-  }
-
-  static bool Becomes(const std::function<bool()>& condition) {
-    const absl::Time end = SteadyNow() + absl::Seconds(20);
-    while (!condition()) {
-      if (SteadyNow() > end) return false;
-      absl::SleepFor(absl::Milliseconds(1));
-    }
-    return true;
   }
 
   // What the engine told its owner; OK while the device is not lost.

@@ -37,30 +37,21 @@ v1::TopKRequest Request(int64_t rows, int64_t vocab, int64_t offset = 0, int64_t
   return request;
 }
 
-struct Parsed {
-  explicit Parsed(const std::string& message)
-      : bytes(message), piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()) {
-    for (int i = 0; i < kLeaseBytes; ++i) lent.leased()[i] = static_cast<std::byte>(i % 251);
-    status = codec.Parse(Pieces(&piece, 1), kMaxRows, &spec);
+struct Parsed : testing::ParsedAs<TopKCodec, v1::TopKRequest> {
+  template <typename Message>
+  explicit Parsed(const Message& message) : ParsedAs(message) {
+    for (int i = 0; i < kLeaseBytes; ++i) heads.leased()[i] = static_cast<std::byte>(i % 251);
   }
-  explicit Parsed(const v1::TopKRequest& request) : Parsed(request.SerializeAsString()) {}
 
   // Rows as they arrive in a slab without space between them.
   std::vector<int> Copied() {
     const Payload payload = codec.payload();
     std::vector<std::byte> slab(payload.range.bytes);
-    CopyRows(Pieces(&piece, 1), payload, slab.data(), payload.row_bytes);
+    CopyRows(pieces(), payload, slab.data(), payload.row_bytes);
     std::vector<int> values;
     for (const std::byte value : slab) values.push_back(static_cast<int>(value));
     return values;
   }
-
-  std::string bytes;
-  Piece piece;
-  OneHead lent;
-  TopKCodec codec{lent.Find()};
-  engine::JobSpec spec;
-  absl::Status status;
 };
 
 TEST(SharedRowsTest, RowsAreCopiedFromTheirPlaceInTheLease) {
@@ -182,7 +173,7 @@ TEST(SharedRowsTest, EveryDistanceOfRowsIsCopied) {
       for (int64_t row = 0; row < 100; ++row) {
         const auto from = static_cast<size_t>(8 + row * (stride == 0 ? 4 : stride));
         const std::byte* const copied = &slab[static_cast<size_t>(row) * slab_stride];
-        EXPECT_EQ(std::memcmp(copied, p.lent.leased() + from, 4), 0)
+        EXPECT_EQ(std::memcmp(copied, p.heads.leased() + from, 4), 0)
             << "row " << row << ", distances " << stride << " and " << slab_stride;
         if (slab_stride > 4) {
           EXPECT_EQ(copied[4], std::byte{0xee});

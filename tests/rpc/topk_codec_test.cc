@@ -18,8 +18,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr int64_t kMaxRows = 100;
-
 v1::TopKRequest Request(int64_t rows, int64_t vocab, const std::vector<int32_t>& k,
                         const std::vector<float>& temperature = {}) {
   v1::TopKRequest request;
@@ -34,21 +32,8 @@ v1::TopKRequest Request(int64_t rows, int64_t vocab, const std::vector<int32_t>&
   return request;
 }
 
-struct Parsed {
-  explicit Parsed(const v1::TopKRequest& request, int64_t max_rows = kMaxRows)
-      : bytes(request.SerializeAsString()),
-        piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()),
-        status(codec.Parse(pieces(), max_rows, &spec)) {}
-
-  Pieces pieces() const { return Pieces(&piece, 1); }
-
-  std::string bytes;
-  Piece piece;
-  testing::OneHead heads;
-  TopKCodec codec{heads.Find()};
-  engine::JobSpec spec;
-  absl::Status status;
-};
+using Parsed = testing::ParsedAs<TopKCodec, v1::TopKRequest>;
+constexpr int64_t kMaxRows = Parsed::kMaxRows;
 
 void WriteRows(TopKCodec* codec, SoftmaxTopKRow* rows, int64_t first_entry) {
   std::byte* const inputs[] = {reinterpret_cast<std::byte*>(rows)};
@@ -154,121 +139,84 @@ TEST(TopKCodecTest, AnUnloadedHeadLivesAsLongAsItsCall) {
   EXPECT_TRUE(watch.expired());
 }
 
-struct BadHidden {
-  const char* name;
-  void (*change)(v1::TopKRequest*);
-  absl::StatusCode code;
-  const char* text;
-};
-
-class TopKCodecRefusesHidden : public ::testing::TestWithParam<BadHidden> {};
-
-TEST_P(TopKCodecRefusesHidden, NamingTheField) {
-  v1::TopKRequest request = HiddenRequest();
-  GetParam().change(&request);
-  Parsed p(request);
-  EXPECT_EQ(p.status.code(), GetParam().code) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
-}
-
 using R = v1::TopKRequest*;
-constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-INSTANTIATE_TEST_SUITE_P(
-    All, TopKCodecRefusesHidden,
-    ::testing::Values(
-        BadHidden{"unknown_head", [](R r) { r->set_head("g"); }, absl::StatusCode::kNotFound,
-                  "no head g, only h"},
-        BadHidden{"no_head", [](R r) { r->clear_head(); }, kInvalid,
-                  "head: got none with hidden states, allowed a loaded head"},
-        BadHidden{"head_of_logits", [](R r) { r->set_logits("01234567"); }, kInvalid,
-                  "head: got \"h\", but the input is logits"},
-        BadHidden{"unknown_head_of_logits",
-                  [](R r) {
-                    r->set_head("g");
-                    r->set_logits("01234567");
-                  },
-                  kInvalid, "head: got \"g\", but the input is logits"},
-        BadHidden{"head_of_nothing", [](R r) { r->clear_hidden(); }, kInvalid,
-                  "head: got \"h\", but the input is missing"},
-        BadHidden{"name_too_long", [](R r) { r->set_head(std::string(129, 'h')); }, kInvalid,
-                  "head: got a name of 129 bytes, allowed 1..128"},
-        BadHidden{"vocab_of_another", [](R r) { r->set_vocab(4); }, kInvalid,
-                  "vocab: got 4, allowed 3, which is that of head h, or 0"},
-        BadHidden{"hidden_size_of_another", [](R r) { r->set_hidden_size(4); }, kInvalid, "hidden"},
-        BadHidden{"no_hidden_size", [](R r) { r->clear_hidden_size(); }, kInvalid, "hidden"},
-        BadHidden{"dtype_of_another", [](R r) { r->set_dtype(v1::DTYPE_BF16); }, kInvalid, "dtype"},
-        BadHidden{"bytes_missing", [](R r) { r->mutable_hidden()->pop_back(); }, kInvalid,
-                  "hidden"},
-        BadHidden{"k_beyond_the_heads_vocab", [](R r) { r->set_k(0, 4); }, kInvalid,
-                  "k: got 4 at row 0, allowed 1..3"},
-        BadHidden{"hidden_size_of_logits",
-                  [](R r) {
-                    r->clear_head();
-                    r->set_vocab(2);
-                    r->set_logits("0123456789abcdef");
-                  },
-                  kInvalid, "hidden_size: got 2, allowed 0"}),
-    [](const auto& info) { return info.param.name; });
+const testing::Refused<v1::TopKRequest> kRefusedHidden[] = {
+    {"unknown_head", [](R r) { r->set_head("g"); }, "no head g, only h",
+     absl::StatusCode::kNotFound},
+    {"no_head", [](R r) { r->clear_head(); },
+     "head: got none with hidden states, allowed a loaded head"},
+    {"head_of_logits", [](R r) { r->set_logits("01234567"); },
+     "head: got \"h\", but the input is logits"},
+    {"unknown_head_of_logits",
+     [](R r) {
+       r->set_head("g");
+       r->set_logits("01234567");
+     },
+     "head: got \"g\", but the input is logits"},
+    {"head_of_nothing", [](R r) { r->clear_hidden(); },
+     "head: got \"h\", but the input is missing"},
+    {"name_too_long", [](R r) { r->set_head(std::string(129, 'h')); },
+     "head: got a name of 129 bytes, allowed 1..128"},
+    {"vocab_of_another", [](R r) { r->set_vocab(4); },
+     "vocab: got 4, allowed 3, which is that of head h, or 0"},
+    {"hidden_size_of_another", [](R r) { r->set_hidden_size(4); }, "hidden"},
+    {"no_hidden_size", [](R r) { r->clear_hidden_size(); }, "hidden"},
+    {"dtype_of_another", [](R r) { r->set_dtype(v1::DTYPE_BF16); }, "dtype"},
+    {"bytes_missing", [](R r) { r->mutable_hidden()->pop_back(); }, "hidden"},
+    {"k_beyond_the_heads_vocab", [](R r) { r->set_k(0, 4); }, "k: got 4 at row 0, allowed 1..3"},
+    {"hidden_size_of_logits",
+     [](R r) {
+       r->clear_head();
+       r->set_vocab(2);
+       r->set_logits("0123456789abcdef");
+     },
+     "hidden_size: got 2, allowed 0"}};
 
-struct Bad {
-  const char* name;
-  void (*change)(v1::TopKRequest*);
-  const char* text;
-};
-
-class TopKCodecRefuses : public ::testing::TestWithParam<Bad> {};
-
-TEST_P(TopKCodecRefuses, NamingTheField) {
-  v1::TopKRequest request = Request(2, 4, {2});
-  GetParam().change(&request);
-  Parsed p(request);
-  EXPECT_EQ(p.status.code(), absl::StatusCode::kInvalidArgument) << p.status;
-  EXPECT_THAT(std::string(p.status.message()), HasSubstr(GetParam().text));
+TEST(TopKCodecTest, HiddenStatesAreRefusedNamingTheField) {
+  testing::ExpectRefused(HiddenRequest(), kRefusedHidden,
+                         [](const v1::TopKRequest& request) { return Parsed(request).status; });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, TopKCodecRefuses,
-    ::testing::Values(
-        Bad{"no_dtype", [](v1::TopKRequest* r) { r->clear_dtype(); }, "dtype: got 0"},
-        Bad{"dtype_of_the_future",
-            [](v1::TopKRequest* r) { r->set_dtype(static_cast<v1::DType>(9)); }, "dtype: got 9"},
-        Bad{"no_logits", [](v1::TopKRequest* r) { r->clear_logits(); }, "logits"},
-        Bad{"dtype_disagrees_with_bytes", [](v1::TopKRequest* r) { r->set_dtype(v1::DTYPE_F16); },
-            "logits"},
-        Bad{"rows_0", [](v1::TopKRequest* r) { r->set_rows(0); }, "rows: got 0, allowed 1..100"},
-        Bad{"rows_negative", [](v1::TopKRequest* r) { r->set_rows(-2); },
-            "rows: got -2, allowed 1..100"},
-        Bad{"rows_that_overflow", [](v1::TopKRequest* r) { r->set_rows(int64_t{1} << 62); },
-            "rows: got 4611686018427387904, allowed 1..100"},
-        Bad{"vocab_negative", [](v1::TopKRequest* r) { r->set_vocab(-4); },
-            "vocab: got -4, allowed 1..1048576"},
-        Bad{"vocab_beyond_2_20", [](v1::TopKRequest* r) { r->set_vocab((1 << 20) + 1); },
-            "vocab: got 1048577, allowed 1..1048576"},
-        Bad{"no_k", [](v1::TopKRequest* r) { r->clear_k(); }, "k: got none, allowed 1 or 2 (rows)"},
-        Bad{"k_0", [](v1::TopKRequest* r) { r->set_k(0, 0); }, "k: got 0 at row 0, allowed 1..4"},
-        Bad{"k_beyond_vocab", [](v1::TopKRequest* r) { r->set_k(0, 5); },
-            "k: got 5 at row 0, allowed 1..4"},
-        Bad{"three_k_for_two_rows",
-            [](v1::TopKRequest* r) {
-              r->add_k(1);
-              r->add_k(1);
-            },
-            "k: got 3 values, allowed 1 or 2 (rows)"},
-        Bad{"more_k_than_any_batch_has_rows",
-            [](v1::TopKRequest* r) {
-              for (int64_t i = 0; i < kMaxRows; ++i) r->add_k(1);
-            },
-            "k: got more than 100 values, allowed one for each row, at most 100"},
-        Bad{"temperature_0", [](v1::TopKRequest* r) { r->add_temperature(0); },
-            "temperature: got 0 at row 0, allowed finite and > 0"},
-        Bad{"temperature_nan", [](v1::TopKRequest* r) { r->add_temperature(std::nanf("")); },
-            "temperature: got nan at row 0, allowed finite and > 0"},
-        Bad{"two_temperatures_for_one_row",
-            [](v1::TopKRequest* r) {
-              *r = Request(1, 4, {2}, {1, 2});
-            },
-            "temperature: got 2 values, allowed none or 1 (rows)"}),
-    [](const auto& info) { return info.param.name; });
+const testing::Refused<v1::TopKRequest> kRefusedLogits[] = {
+    {"no_dtype", [](R r) { r->clear_dtype(); }, "dtype: got 0"},
+    {"dtype_of_the_future", [](R r) { r->set_dtype(static_cast<v1::DType>(9)); }, "dtype: got 9"},
+    {"no_logits", [](R r) { r->clear_logits(); }, "logits"},
+    {"dtype_disagrees_with_bytes", [](R r) { r->set_dtype(v1::DTYPE_F16); }, "logits"},
+    {"rows_0", [](R r) { r->set_rows(0); }, "rows: got 0, allowed 1..100"},
+    {"rows_negative", [](R r) { r->set_rows(-2); }, "rows: got -2, allowed 1..100"},
+    {"rows_that_overflow", [](R r) { r->set_rows(int64_t{1} << 62); },
+     "rows: got 4611686018427387904, allowed 1..100"},
+    {"vocab_negative", [](R r) { r->set_vocab(-4); }, "vocab: got -4, allowed 1..1048576"},
+    {"vocab_beyond_2_20", [](R r) { r->set_vocab((1 << 20) + 1); },
+     "vocab: got 1048577, allowed 1..1048576"},
+    {"no_k", [](R r) { r->clear_k(); }, "k: got none, allowed 1 or 2 (rows)"},
+    {"k_0", [](R r) { r->set_k(0, 0); }, "k: got 0 at row 0, allowed 1..4"},
+    {"k_beyond_vocab", [](R r) { r->set_k(0, 5); }, "k: got 5 at row 0, allowed 1..4"},
+    {"three_k_for_two_rows",
+     [](R r) {
+       r->add_k(1);
+       r->add_k(1);
+     },
+     "k: got 3 values, allowed 1 or 2 (rows)"},
+    {"more_k_than_any_batch_has_rows",
+     [](R r) {
+       for (int64_t i = 0; i < kMaxRows; ++i) r->add_k(1);
+     },
+     "k: got more than 100 values, allowed one for each row, at most 100"},
+    {"temperature_0", [](R r) { r->add_temperature(0); },
+     "temperature: got 0 at row 0, allowed finite and > 0"},
+    {"temperature_nan", [](R r) { r->add_temperature(std::nanf("")); },
+     "temperature: got nan at row 0, allowed finite and > 0"},
+    {"two_temperatures_for_one_row",
+     [](R r) {
+       *r = Request(1, 4, {2}, {1, 2});
+     },
+     "temperature: got 2 values, allowed none or 1 (rows)"}};
+
+TEST(TopKCodecTest, RequestsAreRefusedNamingTheField) {
+  testing::ExpectRefused(Request(2, 4, {2}), kRefusedLogits,
+                         [](const v1::TopKRequest& request) { return Parsed(request).status; });
+}
 
 template <typename T>
 absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
@@ -318,21 +266,21 @@ TEST(TopKCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_EQ(response.SerializeAsString(), answer.ToString());
 }
 
-TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
+TEST(TopKCodecTest, EnqueueHandsTheBatchAndItsHeadToTheOp) {
   alignas(16) std::byte memory[64];
   std::byte* const inputs[] = {memory + 40};
   std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
+  const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
+  engine::BatchView batch = {.dtype = DType::kBF16,
+                             .counts = {3, 9},
+                             .row_elements = 5,
+                             .row_stride = 16,
+                             .payload = memory + 48,
+                             .max_row_entries = 4,
+                             .inputs = inputs,
+                             .outputs = outputs};
   FakeStream stream;
-  ASSERT_TRUE(ops::kSoftmaxTopKTraits
-                  .enqueue(stream, {.dtype = DType::kBF16,
-                                    .counts = {3, 9},
-                                    .row_elements = 5,
-                                    .row_stride = 16,
-                                    .payload = memory + 48,
-                                    .max_row_entries = 4,
-                                    .inputs = inputs,
-                                    .outputs = outputs})
-                  .ok());
+  ASSERT_TRUE(ops::kSoftmaxTopKTraits.enqueue(stream, batch).ok());
   const SoftmaxTopKArgs& last = stream.last<SoftmaxTopKArgs>();
   EXPECT_EQ(last.logits.data, memory + 48);
   EXPECT_EQ(last.logits.dtype, DType::kBF16);
@@ -346,33 +294,17 @@ TEST(TopKCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(static_cast<const void*>(last.indices), outputs[ops::kTopKIndices.index]);
   EXPECT_EQ(static_cast<const void*>(last.probs), outputs[ops::kTopKProbs.index]);
   EXPECT_EQ(ops::kSoftmaxTopKTraits.outputs[ops::kTopKStatus.index].bytes, sizeof(RowStatus));
-}
 
-TEST(TopKCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
-  alignas(16) std::byte memory[64];
-  std::byte* const inputs[] = {memory + 40};
-  std::byte* const outputs[] = {memory, memory + 8, memory + 16, memory + 32};
-  const HeadView head = {.weight = {.rows = 7, .cols = 5}, .softcap = 3};
-  FakeStream stream;
-  ASSERT_TRUE(ops::kLinearTopKTraits
-                  .enqueue(stream, {.dtype = DType::kBF16,
-                                    .counts = {3, 9},
-                                    .row_elements = 5,
-                                    .row_stride = 16,
-                                    .payload = memory + 48,
-                                    .max_row_entries = 4,
-                                    .inputs = inputs,
-                                    .outputs = outputs,
-                                    .head = &head})
-                  .ok());
-  const auto& last = stream.last<LinearTopKArgs>();
-  EXPECT_EQ(last.hidden.data, memory + 48);
-  EXPECT_EQ(last.hidden.cols, 5);
-  EXPECT_EQ(last.hidden.row_stride, 8);
-  EXPECT_EQ(last.head.vocab(), 7);
-  EXPECT_EQ(last.head.softcap, 3);
-  EXPECT_EQ(last.topk.max_k, 4);
-  EXPECT_EQ(static_cast<const void*>(last.topk.probs), outputs[ops::kTopKProbs.index]);
+  batch.head = &head;
+  ASSERT_TRUE(ops::kLinearTopKTraits.enqueue(stream, batch).ok());
+  const auto& linear = stream.last<LinearTopKArgs>();
+  EXPECT_EQ(linear.hidden.data, memory + 48);
+  EXPECT_EQ(linear.hidden.cols, 5);
+  EXPECT_EQ(linear.hidden.row_stride, 8);
+  EXPECT_EQ(linear.head.vocab(), 7);
+  EXPECT_EQ(linear.head.softcap, 3);
+  EXPECT_EQ(linear.topk.max_k, 4);
+  EXPECT_EQ(static_cast<const void*>(linear.topk.probs), outputs[ops::kTopKProbs.index]);
 }
 
 }  // namespace

@@ -23,8 +23,6 @@
 #include "server/engine/load.h"
 #include "server/http2/connection.h"
 #include "server/rpc/health_service.h"
-#include "server/rpc/probe_server.h"
-#include "server/rpc/reflection_service.h"
 #include "server/rpc/registry.h"
 #include "server/rpc/services.h"
 #include "server/rpc/transport/call_log.h"

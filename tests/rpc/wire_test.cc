@@ -4,9 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <random>
 #include <string>
 #include <string_view>
@@ -14,7 +11,7 @@
 
 #include "server/rpc/wire/writer.h"
 #include "tests/fuzz/compare_topk_request.h"
-#include "tests/tree.h"
+#include "tests/rpc/judged.h"
 
 namespace logitd::rpc {
 namespace {
@@ -58,90 +55,86 @@ struct Case {
   const char* error = "";
 };
 
-class WireCases : public ::testing::TestWithParam<Case> {};
-
-TEST_P(WireCases, MatchesTheVerdictWrittenDownAndGeneratedCode) {
-  const Case& c = GetParam();
-  TopKFields fields;
-  const absl::Status status = Parse(c.bytes, &fields);
-  EXPECT_EQ(status.ok(), c.valid) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr(c.error));
-  EXPECT_EQ(testing::TopKRequestDisagreement(c.bytes), "");
-}
-
 std::string Nested(int depth) {
   return std::string(static_cast<size_t>(depth), '\x4b') +  // field 9, start group
          std::string(static_cast<size_t>(depth), '\x4c');
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, WireCases,
-    ::testing::Values(
-        Case{"empty_message", "", true}, Case{"last_scalar_wins", "\x10\x01\x10\x02"s, true},
-        Case{"last_payload_wins", "\x7a\x01x\x7a\x02yz"s, true},
-        Case{"hidden_after_logits_wins", "\x7a\x01x\x72\x02yz"s, true},
-        Case{"logits_after_hidden_win", "\x72\x02yz\x7a\x01x"s, true},
-        Case{"empty_hidden_wins_too", "\x7a\x01x\x72\x00"s, true},
-        Case{"shared", "\x6a\x07\x0a\x01L\x10\x08\x18\x0c"s, true},
-        Case{"shared_in_two_parts_is_merged", "\x6a\x03\x0a\x01L\x6a\x02\x10\x08"s, true},
-        Case{"shared_parts_before_logits_are_gone", "\x6a\x03\x0a\x01L\x7a\x01x\x6a\x02\x10\x08"s,
-             true},
-        Case{"logits_after_shared_win", "\x6a\x03\x0a\x01L\x7a\x01x"s, true},
-        Case{"empty_shared_wins_too", "\x7a\x01x\x6a\x00"s, true},
-        Case{"last_lease_wins", "\x6a\x06\x0a\x01L\x0a\x01M"s, true},
-        Case{"shared_with_unknown_fields", "\x6a\x06\x20\x01\x2b\x08\x01\x2c"s, true},
-        Case{"shared_as_varint_is_unknown", "\x7a\x01x\x68\x05"s, true},
-        Case{"shared_cut", "\x6a\x07\x0a\x01L"s, false, "shared at byte 0"},
-        Case{"shared_with_a_lease_beyond_its_end", "\x6a\x02\x0a\x02\x10\x01"s, false,
-             "shared at byte 0"},
-        Case{"shared_with_a_varint_beyond_its_end", "\x6a\x02\x10\x80\x01\x10\x01"s, false,
-             "shared at byte 0"},
-        Case{"broken_shared_before_logits", "\x6a\x01\x0a\x7a\x01x"s, false, "shared at byte 0"},
-        Case{"head_and_its_size", "\x22\x02\xc3\xa4\x28\x80\x01"s, true},
-        Case{"last_head_wins", "\x22\x02xy\x22\x01z"s, true},
-        Case{"head_not_utf8", "\x22\x02\xc3\x28"s, false, "head at byte 0"},
-        Case{"head_a_surrogate", "\x22\x03\xed\xa0\x80"s, false, "head at byte 0"},
-        Case{"head_cut", "\x22\x03xy"s, false, "head at byte 0"},
-        Case{"head_as_varint_is_unknown", "\x20\x05"s, true},
-        Case{"empty_payload_wins_too", "\x7a\x01x\x7a\x00"s, true},
-        Case{"unknown_varint", "\x48\x96\x01\x10\x01"s, true},
-        Case{"unknown_fixed64", "\x49\x01\x02\x03\x04\x05\x06\x07\x08"s, true},
-        Case{"unknown_fixed64_cut", "\x49\x01\x02\x03\x04\x05\x06\x07"s, false,
-             "unknown field at byte 0"},
-        Case{"unknown_bytes", "\x4a\x02hi\x10\x01"s, true},
-        Case{"unknown_fixed32", "\x4d\x01\x02\x03\x04"s, true},
-        Case{"unknown_group", "\x4b\x08\x01\x4c\x10\x01"s, true},
-        Case{"group_with_our_numbers_inside_is_skipped", "\x4b\x10\x05\x4c\x10\x01"s, true},
-        Case{"group_never_ends", "\x4b\x08\x01"s, false, "unknown field at byte 0"},
-        Case{"group_ends_as_another", "\x4b\x54"s, false},
-        Case{"group_end_without_start", "\x4c"s, false}, Case{"groups_100_deep", Nested(100), true},
-        Case{"groups_101_deep", Nested(101), false}, Case{"wire_type_6", "\x4e"s, false},
-        Case{"wire_type_7", "\x4f"s, false}, Case{"field_number_0", "\x02\x01x"s, false},
-        Case{"tag_0", "\x00"s, false, "tag at byte 0"},
-        Case{"tag_of_6_bytes", "\x90\x80\x80\x80\x80\x00\x01"s, false},
-        Case{"tag_of_5_bytes_not_canonical", "\x90\x80\x80\x80\x00\x01"s, true},
-        Case{"wrong_wire_type_is_unknown", "\x0a\x01x\x15\x01\x02\x03\x04"s, true},
-        Case{"payload_as_varint_is_unknown", "\x78\x05"s, true},
-        Case{"varint_of_10_bytes", "\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, true},
-        Case{"varint_of_11_bytes", "\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, false,
-             "rows at byte 0"},
-        Case{"varint_cut", "\x08\x01\x10\xff"s, false, "rows at byte 2"},
-        Case{"payload_cut", "\x7a\x05xyz"s, false, "logits at byte 0"},
-        Case{"length_of_2_gib", "\x7a\xff\xff\xff\xff\x07"s, false, "logits at byte 0"},
-        Case{"length_beyond_32_bits", "\x7a\x80\x80\x80\x80\x10"s, false, "logits at byte 0"},
-        Case{"length_not_canonical", "\x7a\x81\x80\x80\x80\x00x"s, true},
-        Case{"k_not_packed", "\x80\x01\x03\x80\x01\x04"s, true},
-        Case{"k_in_three_runs", "\x82\x01\x01\x03\x80\x01\x04\x82\x01\x00"s, true},
-        Case{"k_negative", "\x82\x01\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, true},
-        Case{"k_packed_varint_crosses_its_end", "\x82\x01\x01\x80\x01"s, false, "k at byte 0"},
-        Case{"k_packed_cut", "\x82\x01\x05\x01"s, false, "k at byte 0"},
-        Case{"temperature_packed", "\x8a\x01\x04\x00\x00\x80\x3f"s, true},
-        Case{"temperature_packed_of_3_bytes", "\x8a\x01\x03\x00\x00\x80"s, false,
-             "temperature at byte 0"},
-        Case{"temperature_cut", "\x8d\x01\x00\x00"s, false, "temperature at byte 0"},
-        Case{"temperature_as_fixed64_is_unknown", "\x89\x01\x01\x02\x03\x04\x05\x06\x07\x08"s,
-             true}),
-    [](const auto& info) { return info.param.name; });
+const Case kCases[] = {
+    {"empty_message", "", true},
+    {"last_scalar_wins", "\x10\x01\x10\x02"s, true},
+    {"last_payload_wins", "\x7a\x01x\x7a\x02yz"s, true},
+    {"hidden_after_logits_wins", "\x7a\x01x\x72\x02yz"s, true},
+    {"logits_after_hidden_win", "\x72\x02yz\x7a\x01x"s, true},
+    {"empty_hidden_wins_too", "\x7a\x01x\x72\x00"s, true},
+    {"shared", "\x6a\x07\x0a\x01L\x10\x08\x18\x0c"s, true},
+    {"shared_in_two_parts_is_merged", "\x6a\x03\x0a\x01L\x6a\x02\x10\x08"s, true},
+    {"shared_parts_before_logits_are_gone", "\x6a\x03\x0a\x01L\x7a\x01x\x6a\x02\x10\x08"s, true},
+    {"logits_after_shared_win", "\x6a\x03\x0a\x01L\x7a\x01x"s, true},
+    {"empty_shared_wins_too", "\x7a\x01x\x6a\x00"s, true},
+    {"last_lease_wins", "\x6a\x06\x0a\x01L\x0a\x01M"s, true},
+    {"shared_with_unknown_fields", "\x6a\x06\x20\x01\x2b\x08\x01\x2c"s, true},
+    {"shared_as_varint_is_unknown", "\x7a\x01x\x68\x05"s, true},
+    {"shared_cut", "\x6a\x07\x0a\x01L"s, false, "shared at byte 0"},
+    {"shared_with_a_lease_beyond_its_end", "\x6a\x02\x0a\x02\x10\x01"s, false, "shared at byte 0"},
+    {"shared_with_a_varint_beyond_its_end", "\x6a\x02\x10\x80\x01\x10\x01"s, false,
+     "shared at byte 0"},
+    {"broken_shared_before_logits", "\x6a\x01\x0a\x7a\x01x"s, false, "shared at byte 0"},
+    {"head_and_its_size", "\x22\x02\xc3\xa4\x28\x80\x01"s, true},
+    {"last_head_wins", "\x22\x02xy\x22\x01z"s, true},
+    {"head_not_utf8", "\x22\x02\xc3\x28"s, false, "head at byte 0"},
+    {"head_a_surrogate", "\x22\x03\xed\xa0\x80"s, false, "head at byte 0"},
+    {"head_cut", "\x22\x03xy"s, false, "head at byte 0"},
+    {"head_as_varint_is_unknown", "\x20\x05"s, true},
+    {"empty_payload_wins_too", "\x7a\x01x\x7a\x00"s, true},
+    {"unknown_varint", "\x48\x96\x01\x10\x01"s, true},
+    {"unknown_fixed64", "\x49\x01\x02\x03\x04\x05\x06\x07\x08"s, true},
+    {"unknown_fixed64_cut", "\x49\x01\x02\x03\x04\x05\x06\x07"s, false, "unknown field at byte 0"},
+    {"unknown_bytes", "\x4a\x02hi\x10\x01"s, true},
+    {"unknown_fixed32", "\x4d\x01\x02\x03\x04"s, true},
+    {"unknown_group", "\x4b\x08\x01\x4c\x10\x01"s, true},
+    {"group_with_our_numbers_inside_is_skipped", "\x4b\x10\x05\x4c\x10\x01"s, true},
+    {"group_never_ends", "\x4b\x08\x01"s, false, "unknown field at byte 0"},
+    {"group_ends_as_another", "\x4b\x54"s, false},
+    {"group_end_without_start", "\x4c"s, false},
+    {"groups_100_deep", Nested(100), true},
+    {"groups_101_deep", Nested(101), false},
+    {"wire_type_6", "\x4e"s, false},
+    {"wire_type_7", "\x4f"s, false},
+    {"field_number_0", "\x02\x01x"s, false},
+    {"tag_0", "\x00"s, false, "tag at byte 0"},
+    {"tag_of_6_bytes", "\x90\x80\x80\x80\x80\x00\x01"s, false},
+    {"tag_of_5_bytes_not_canonical", "\x90\x80\x80\x80\x00\x01"s, true},
+    {"wrong_wire_type_is_unknown", "\x0a\x01x\x15\x01\x02\x03\x04"s, true},
+    {"payload_as_varint_is_unknown", "\x78\x05"s, true},
+    {"varint_of_10_bytes", "\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, true},
+    {"varint_of_11_bytes", "\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, false,
+     "rows at byte 0"},
+    {"varint_cut", "\x08\x01\x10\xff"s, false, "rows at byte 2"},
+    {"payload_cut", "\x7a\x05xyz"s, false, "logits at byte 0"},
+    {"length_of_2_gib", "\x7a\xff\xff\xff\xff\x07"s, false, "logits at byte 0"},
+    {"length_beyond_32_bits", "\x7a\x80\x80\x80\x80\x10"s, false, "logits at byte 0"},
+    {"length_not_canonical", "\x7a\x81\x80\x80\x80\x00x"s, true},
+    {"k_not_packed", "\x80\x01\x03\x80\x01\x04"s, true},
+    {"k_in_three_runs", "\x82\x01\x01\x03\x80\x01\x04\x82\x01\x00"s, true},
+    {"k_negative", "\x82\x01\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"s, true},
+    {"k_packed_varint_crosses_its_end", "\x82\x01\x01\x80\x01"s, false, "k at byte 0"},
+    {"k_packed_cut", "\x82\x01\x05\x01"s, false, "k at byte 0"},
+    {"temperature_packed", "\x8a\x01\x04\x00\x00\x80\x3f"s, true},
+    {"temperature_packed_of_3_bytes", "\x8a\x01\x03\x00\x00\x80"s, false, "temperature at byte 0"},
+    {"temperature_cut", "\x8d\x01\x00\x00"s, false, "temperature at byte 0"},
+    {"temperature_as_fixed64_is_unknown", "\x89\x01\x01\x02\x03\x04\x05\x06\x07\x08"s, true}};
+
+TEST(WireTest, EveryCaseMatchesTheVerdictWrittenDownAndGeneratedCode) {
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(c.name);
+    TopKFields fields;
+    const absl::Status status = Parse(c.bytes, &fields);
+    EXPECT_EQ(status.ok(), c.valid) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(c.error));
+    EXPECT_EQ(testing::TopKRequestDisagreement(c.bytes), "");
+  }
+}
 
 TEST(WireTest, ListsAreBounded) {
   TopKFields two_of_two, three_of_two, two_of_one;
@@ -338,16 +331,7 @@ TEST(WireTest, TruncatedAtEveryByteJudgedAsGeneratedCodeJudges) {
 }
 
 TEST(WireTest, CorpusOfTheFuzzer) {
-  const std::filesystem::path corpus =
-      ::logitd::testing::InTree("tests/fuzz/corpus/topk_request_fuzz");
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(corpus)) {
-    std::ifstream file(entry.path(), std::ios::binary);
-    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-    EXPECT_EQ(testing::TopKRequestDisagreement(bytes), "") << entry.path();
-    ++files;
-  }
-  EXPECT_GT(files, 10);
+  testing::ExpectCorpusAgrees("topk_request_fuzz", &testing::TopKRequestDisagreement);
 }
 
 }  // namespace

@@ -17,14 +17,14 @@ constexpr absl::string_view kScheme = "bearer ";
 constexpr size_t kMinToken = 16;
 constexpr size_t kMaxToken = 512;
 
-absl::StatusOr<door::Credentials> ReadCredentials(const http2::HeaderList& metadata,
+absl::StatusOr<door::Credentials> ReadCredentials(const http2::HeaderList* metadata,
                                                   const http2::PeerInfo& peer) {
   door::Credentials credentials;
   credentials.certificate_names = peer.certificate_names;
   credentials.uid = peer.uid;
   absl::string_view value;
-  for (size_t i = 0; i < metadata.size(); ++i) {
-    const http2::Field field = metadata[i];
+  for (size_t i = 0; metadata != nullptr && i < metadata->size(); ++i) {
+    const http2::Field field = (*metadata)[i];
     if (field.name != kAuthorization) continue;
     if (value.data() != nullptr) {
       return absl::UnauthenticatedError("authorization: got it more than once, allowed once");
@@ -65,10 +65,14 @@ engine::Proof ProofOf(door::Identities::Proof proof) {
   return engine::Proof::kNone;
 }
 
-absl::StatusOr<Authorization> AuthorizeShown(absl::StatusOr<door::Credentials> credentials,
-                                             const std::string& peer,
-                                             const door::Identities* identities,
-                                             const Access& access, engine::Metrics* metrics) {
+}  // namespace
+
+absl::StatusOr<Authorization> Authorize(const http2::HeaderList* metadata,
+                                        const http2::PeerInfo& peer,
+                                        const door::Identities* identities, const Access& access,
+                                        engine::Metrics* metrics) {
+  if (identities == nullptr) return Authorization();
+  absl::StatusOr<door::Credentials> credentials = ReadCredentials(metadata, peer);
   Authorization authorization;
   absl::Status status = credentials.status();
   if (status.ok()) {
@@ -86,27 +90,8 @@ absl::StatusOr<Authorization> AuthorizeShown(absl::StatusOr<door::Credentials> c
       absl::IsUnauthenticated(status) ? engine::Refusal::kUnauthenticated : engine::Refusal::kRole,
       authorization.proof);
   log::Limited(log::Source::kCallers, spdlog::level::warn, "{} of {} was refused: {}",
-               std::string(access.method), peer, std::string(status.message()));
+               std::string(access.method), peer.name, std::string(status.message()));
   return status;
-}
-
-}  // namespace
-
-absl::StatusOr<Authorization> Authorize(const http2::HeaderList& metadata,
-                                        const http2::PeerInfo& peer,
-                                        const door::Identities* identities, const Access& access,
-                                        engine::Metrics* metrics) {
-  if (identities == nullptr) return Authorization();
-  return AuthorizeShown(ReadCredentials(metadata, peer), peer.name, identities, access, metrics);
-}
-
-absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,
-                                            const door::Identities* identities,
-                                            const Access& access, engine::Metrics* metrics) {
-  if (identities == nullptr) return Authorization();
-  door::Credentials credentials;
-  credentials.uid = uid;
-  return AuthorizeShown(std::move(credentials), peer, identities, access, metrics);
 }
 
 absl::Status CheckStillAuthorized(const Authorization& authorization,
@@ -120,12 +105,13 @@ absl::Status CheckStillAuthorized(const Authorization& authorization,
   return CheckRole(*found->identity, access);
 }
 
-absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const Authorization& authorization,
-                                                     engine::Metrics* metrics) {
+absl::StatusOr<std::shared_ptr<const void>> TakePlace(const Authorization& authorization,
+                                                      engine::Metrics* metrics) {
   const door::Identity* const identity = authorization.identity.get();
   if (identity == nullptr || identity->max_calls == 0) return nullptr;
   if (identity->usage->BeginCall(identity->max_calls)) {
-    return std::make_shared<CallPlace>(identity->usage);
+    const std::shared_ptr<door::Usage>& usage = identity->usage;
+    return std::shared_ptr<const void>(usage.get(), [usage](const void*) { usage->EndCall(); });
   }
   metrics->CountRefused(engine::Refusal::kQuotaCalls, authorization.proof);
   return absl::ResourceExhaustedError(absl::StrFormat(

@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -27,18 +26,6 @@ struct Access {
   std::optional<door::Role> role;  // none: any identity
 };
 
-// A place among the calls of an identity, as long as it lives.
-class CallPlace {
- public:
-  explicit CallPlace(std::shared_ptr<door::Usage> usage) : usage_(std::move(usage)) {}
-  ~CallPlace() { usage_->EndCall(); }
-  CallPlace(const CallPlace&) = delete;
-  CallPlace& operator=(const CallPlace&) = delete;
-
- private:
-  const std::shared_ptr<door::Usage> usage_;
-};
-
 // Who calls.
 struct Authorization {
   std::shared_ptr<const door::Identity> identity;  // null: the server has no identities
@@ -46,28 +33,23 @@ struct Authorization {
   door::Credentials credentials;                   // that showed it; empty if there is no identity
 };
 
-// `metadata`: of the call. `peer`: of its connection. `identities` null: everybody may call
-// everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are counted
-// and logged, never with the token.
-absl::StatusOr<Authorization> Authorize(const http2::HeaderList& metadata,
+// `metadata`: of the call; null: `peer` is the other end of a ring. `identities` null: everybody may
+// call everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are
+// counted and logged, never with the token.
+absl::StatusOr<Authorization> Authorize(const http2::HeaderList* metadata,
                                         const http2::PeerInfo& peer,
                                         const door::Identities* identities, const Access& access,
                                         engine::Metrics* metrics);
-
-// Authorizes a caller that has shown only which user of this machine it is. `peer`: for the log.
-absl::StatusOr<Authorization> AuthorizeUser(uint32_t uid, const std::string& peer,
-                                            const door::Identities* identities,
-                                            const Access& access, engine::Metrics* metrics);
 
 // Checks credentials again after the file of identities has changed: they must still give the same
 // identity, and the role.
 absl::Status CheckStillAuthorized(const Authorization& authorization,
                                   const door::Identities* identities, const Access& access);
 
-// A place for one more call of the identity, null where it has no limit. RESOURCE_EXHAUSTED, counted:
-// it has as many as it may have.
-absl::StatusOr<std::shared_ptr<CallPlace>> TakePlace(const Authorization& authorization,
-                                                     engine::Metrics* metrics);
+// A place for one more call of the identity, as long as the result lives; null where it has no limit.
+// RESOURCE_EXHAUSTED, counted: it has as many as it may have.
+absl::StatusOr<std::shared_ptr<const void>> TakePlace(const Authorization& authorization,
+                                                      engine::Metrics* metrics);
 
 // Charges the rows of a message. RESOURCE_EXHAUSTED with a retry delay, counted: the identity has
 // sent as many rows as it may send.

@@ -7,6 +7,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
+#include "kernels/status_macros.h"
+#include "server/http2/connection.h"
+#include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
@@ -25,20 +28,7 @@ std::string Shown(std::string_view text) {
 
 }  // namespace
 
-absl::Status CallHeaders::Authorize(ServerCall& call, const door::Identities* identities,
-                                    const Access& access, engine::Metrics* metrics) {
-  return Take(
-      rpc::Authorize(call.metadata(), call.connection().peer(), identities, access, metrics),
-      metrics);
-}
-
-absl::Status CallHeaders::AuthorizeUser(uint32_t uid, const std::string& peer,
-                                        const door::Identities* identities, const Access& access,
-                                        engine::Metrics* metrics) {
-  return Take(rpc::AuthorizeUser(uid, peer, identities, access, metrics), metrics);
-}
-
-absl::Status CallHeaders::Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics) {
+absl::Status CallHeaders::Accept(absl::StatusOr<Authorization> who, engine::Metrics* metrics) {
   if (!who.ok()) return who.status();
   authorization = *std::move(who);
   const door::Identity* const identity = authorization.identity.get();
@@ -54,14 +44,22 @@ absl::Status CallHeaders::Take(absl::StatusOr<Authorization> who, engine::Metric
 
 int64_t CallHeaders::RoomFor(int64_t message_bytes) { return message_bytes + kMessageOverhead; }
 
-std::function<std::optional<int64_t>()> ReceivedBytesOf(http2::Connection& connection) {
-  const std::weak_ptr<http2::Connection> weak = connection.weak_from_this();
-  return [weak]() -> std::optional<int64_t> {
-    const auto connection = weak.lock();
-    // While its loop is late, this server is what is slow.
-    if (connection == nullptr || connection->loop().IsLate()) return std::nullopt;
-    return connection->account().received.load(std::memory_order_relaxed);
-  };
+engine::RoomAsk CallHeaders::AskWhileReceived(ServerCall& call, int64_t bytes) const {
+  return {
+      .caller = caller,
+      .deadline = deadline,
+      .bytes = bytes,
+      .received_bytes = [weak = call.connection().weak_from_this()]() -> std::optional<int64_t> {
+        const auto connection = weak.lock();
+        // While its loop is late, this server is what is slow.
+        if (connection == nullptr || connection->loop().IsLate()) return std::nullopt;
+        return connection->account().received.load(std::memory_order_relaxed);
+      },
+      .too_slow =
+          [weak = call.weak_from_this()](const absl::Status& why) {
+            const auto call = weak.lock();
+            if (call != nullptr) call->OnLoop([call = call.get(), why] { call->OnTooSlow(why); });
+          }};
 }
 
 absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
@@ -71,10 +69,27 @@ absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {
                       *stated_bytes, message_bytes));
 }
 
-absl::Status CallHeaders::Read(ServerCall& call, int64_t max_message_bytes) {
+absl::Status CallHeaders::Read(ServerCall& call, const CallEnvironment& environment,
+                               const Access& access) {
+  engine::Metrics* const metrics = environment.metrics;
   deadline = call.deadline();
-  caller.id = call.connection().peer().id;
-  const http2::HeaderList& metadata = call.metadata();
+  const http2::PeerInfo& peer = call.connection().peer();
+  caller.id = peer.id;
+  const absl::Status status =
+      ReadMetadata(call.metadata(), environment.admission->options().max_request_bytes);
+  if (!status.ok()) {
+    metrics->CountRefused(engine::Refusal::kInvalid, engine::Proof::kNone);
+    return status;
+  }
+  LOGITD_RETURN_IF_ERROR(
+      Accept(Authorize(&call.metadata(), peer, environment.identities, access, metrics), metrics));
+  if (!environment.admission->draining()) return absl::OkStatus();
+  metrics->CountRefused(engine::Refusal::kDraining, caller.proof);
+  return engine::DrainingError();
+}
+
+absl::Status CallHeaders::ReadMetadata(const http2::HeaderList& metadata,
+                                       int64_t max_message_bytes) {
   if (const std::string_view value = metadata.Find(kPriority); value.data() != nullptr) {
     if (value == kBatch) {
       caller.priority = engine::Priority::kBatch;

@@ -1,9 +1,8 @@
-// A call's statements about itself, in its headers.
+// A call's statements about itself, in its headers, and what follows from them.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CALL_HEADERS_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,8 +10,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/engine/admission.h"
 #include "server/engine/caller.h"
-#include "server/http2/connection.h"
+#include "server/http2/stream.h"
 #include "server/rpc/transport/authorization.h"
 
 namespace logitd::rpc {
@@ -24,38 +24,35 @@ inline constexpr char kBatch[] = "batch";
 inline constexpr char kPayloadBytes[] = "logitd-payload-bytes";
 inline constexpr char kRetryPushback[] = "grpc-retry-pushback-ms";  // of an answer
 
+struct CallEnvironment;
 class ServerCall;
 
 struct CallHeaders {
   engine::Caller caller;  // an identity, or else a connection
   Authorization authorization;
-  std::shared_ptr<CallPlace> place;  // among the identity's calls; null: it has no limit
+  std::shared_ptr<const void> place;  // among the identity's calls; null: it has no limit
   absl::Time deadline = absl::InfiniteFuture();
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
 
-  // Fills `caller`, `deadline` and `stated_bytes`. INVALID_ARGUMENT names the metadata, what it has
-  // and what is allowed. A stated size may be up to `max_message_bytes`.
-  absl::Status Read(ServerCall& call, int64_t max_message_bytes);
-  // Fills `authorization`, `place` and `caller`. Errors as of Authorize and TakePlace.
-  absl::Status Authorize(ServerCall& call, const door::Identities* identities, const Access& access,
-                         engine::Metrics* metrics);
-  // Authorizes the user at the other end of a ring. `peer`: for the log.
-  absl::Status AuthorizeUser(uint32_t uid, const std::string& peer,
-                             const door::Identities* identities, const Access& access,
-                             engine::Metrics* metrics);
+  // Fills everything, and decides whether the call is let in. INVALID_ARGUMENT names the metadata, what
+  // it has and what is allowed; UNAVAILABLE: the server drains; else errors of Authorize and Accept.
+  // All are counted.
+  absl::Status Read(ServerCall& call, const CallEnvironment& environment, const Access& access);
+  // Fills `authorization`, `place` and `caller` from the answer of Authorize. Errors:
+  // its own and TakePlace's.
+  absl::Status Accept(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 
   // The room to ask the admission for, for a message of so many bytes.
   static int64_t RoomFor(int64_t message_bytes);
+  // A demand for `bytes` of room for a message that `call` receives: one that comes too slowly ends it.
+  engine::RoomAsk AskWhileReceived(ServerCall& call, int64_t bytes) const;
   // INVALID_ARGUMENT: the message is larger than stated.
   absl::Status CheckMessage(int64_t message_bytes) const;
 
  private:
-  absl::Status Take(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
+  absl::Status ReadMetadata(const http2::HeaderList& metadata, int64_t max_message_bytes);
 };
-
-// A function for engine::RoomAsk::received_bytes, which counts what the connection has received.
-std::function<std::optional<int64_t>()> ReceivedBytesOf(http2::Connection& connection);
 
 }  // namespace logitd::rpc
 

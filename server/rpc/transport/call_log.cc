@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include "absl/strings/str_format.h"
+#include "formats/trace_context.h"
 #include "server/log/limited.h"
 
 namespace logitd::rpc {
@@ -27,6 +28,20 @@ std::string Line(const CallReport& report) {
 
 }  // namespace
 
+Trace ReadTrace(const http2::HeaderList& metadata) {
+  Trace trace;
+  int ids = 0;
+  int parents = 0;
+  for (size_t i = 0; i < metadata.size(); ++i) {
+    const http2::Field field = metadata[i];
+    if (field.name == kRequestId && ++ids == 1) trace.request_id = field.value;
+    if (field.name == kTraceparent && ++parents == 1) trace.traceparent = field.value;
+  }
+  if (ids != 1 || !formats::IsRequestId(trace.request_id)) trace.request_id.clear();
+  if (parents != 1 || !formats::IsTraceparent(trace.traceparent)) trace.traceparent.clear();
+  return trace;
+}
+
 bool CallLog::WantsMessage(int64_t total_ns) const {
   return total_ns >= slow_ns_ && spdlog::should_log(spdlog::level::info);
 }
@@ -42,15 +57,10 @@ void CallLog::WriteStream(const CallReport& report) const {
 }
 
 void CallLog::Write(const CallReport& report) const {
-  const bool slow = report.total_ns >= slow_ns_;
-  // At debug the lines are complete.
-  if (spdlog::should_log(spdlog::level::debug)) {
-    if (slow) {
-      spdlog::info("slow call {}", Line(report));
-    } else {
-      spdlog::debug("call {}", Line(report));
-    }
-  } else if (slow && log::Allow(log::Source::kSlowCalls)) {
+  const bool all = spdlog::should_log(spdlog::level::debug);  // then no line is left out
+  if (report.total_ns < slow_ns_) {
+    if (all) WriteStream(report);
+  } else if (all || log::Allow(log::Source::kSlowCalls)) {
     spdlog::info("slow call {}", Line(report));
   }
 }

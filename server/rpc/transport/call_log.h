@@ -1,4 +1,5 @@
-// Lines of the log about calls: one for every call at debug, and one for every slow call at info.
+// Lines of the log about calls: one for every call at debug, and one for every slow call at info. Also
+// the names that a caller gives to its call, so that it can be found there.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_LOG_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CALL_LOG_H_
 
@@ -9,9 +10,21 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/engine/job.h"
-#include "server/rpc/transport/trace.h"
+#include "server/http2/stream.h"
 
 namespace logitd::rpc {
+
+inline constexpr char kRequestId[] = "x-request-id";
+inline constexpr char kTraceparent[] = "traceparent";
+
+// server.proto has the metadata's meaning. Empty: the call has none, or a malformed one.
+struct Trace {
+  std::string request_id;
+  std::string traceparent;
+};
+
+// The names in the call's metadata. They are sent back in the trailing metadata.
+Trace ReadTrace(const http2::HeaderList& metadata);
 
 // A call, or one message of a stream, that has ended. Times are nanoseconds; those of phases that
 // it did not reach are 0.

@@ -38,7 +38,6 @@ class CallTracker {
 
   // Any thread. From here on a message has at most `receive_timeout`.
   void BeginDrain(absl::Duration receive_timeout);
-  bool draining() const { return draining_; }
   absl::Duration message_timeout() const;
   // For a call whose message did not come in time: DEADLINE_EXCEEDED, or UNAVAILABLE in a drain.
   absl::Status LateStatus() const;

@@ -17,7 +17,7 @@ void PlainCall::Begin() {
   if (method_.open) return;
   const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
   const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
-  const absl::Status status = Authorize(metadata(), connection().peer(), environment_.identities,
+  const absl::Status status = Authorize(&metadata(), connection().peer(), environment_.identities,
                                         access, environment_.metrics)
                                   .status();
   if (!status.ok()) End(status);
@@ -48,9 +48,7 @@ void PlainCall::OnWritten() {
   if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(false);
 }
 
-void PlainCall::OnHalfClose() { OnRequestsEnd(); }
-
-void PlainCall::OnRequestsEnd() {
+void PlainCall::OnHalfClose() {
   if (!have_message_) End(TruncatedError());
 }
 
@@ -95,13 +93,6 @@ void PlainCall::OnOver() {
                            .received_bytes = received_bytes(),
                            .sent_bytes = sent_bytes(),
                            .total_ns = age_ns()});
-}
-
-void UnaryPlainCall::OnRequest(std::string_view message) {
-  std::string answer;
-  const absl::Status status = serve_(message, &answer);
-  if (status.ok()) Write(EncodedMessage::Copy(answer));
-  End(status);
 }
 
 }  // namespace logitd::rpc

@@ -9,15 +9,15 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "server/door/identities.h"
+#include "server/rpc/registry.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/server_call.h"
 
 namespace logitd::rpc {
-
-struct CallReport;
 
 // The description of a method of these services.
 struct PlainMethod {
@@ -41,8 +41,6 @@ class PlainCall : public ServerCall {
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
-  // The peer sends no more. By default a call without a message ends with an error.
-  virtual void OnRequestsEnd();
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
   // INVALID_ARGUMENT: it is malformed.
@@ -51,6 +49,7 @@ class PlainCall : public ServerCall {
   void Answer(const absl::Status& status, const google::protobuf::MessageLite& answer);
   void Send(const google::protobuf::MessageLite& answer);
   void End(const absl::Status& status) override;
+  void OnHalfClose() override;
   void OnOver() override;
 
   const CallEnvironment& environment() const { return environment_; }
@@ -60,7 +59,6 @@ class PlainCall : public ServerCall {
   void Begin() override;
   void OnMessageSize(size_t bytes) override;
   void OnMessage(MessageMemory message) override;
-  void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
   void OnWritten() override;
 
@@ -71,35 +69,38 @@ class PlainCall : public ServerCall {
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
 };
 
-// A unary method that answers at once.
+// A call of a unary method that answers at once.
+template <typename Request, typename Response>
 class UnaryPlainCall final : public PlainCall {
  public:
-  // Fills `answer`, a serialized message, from a request.
-  using Serve = std::function<absl::Status(std::string_view request, std::string* answer)>;
+  using Serve = std::function<absl::Status(const Request& request, Response* answer)>;
 
   // `serve` outlives it.
   UnaryPlainCall(http2::Stream* stream, const CallEnvironment& environment,
                  const PlainMethod& method, const Serve& serve)
       : PlainCall(stream, environment, method), serve_(serve) {}
 
-  // A Serve of parsed messages.
-  template <typename Request, typename Response>
-  static Serve Parsed(std::function<absl::Status(const Request&, Response*)> serve) {
-    return [serve = std::move(serve)](std::string_view bytes, std::string* answer) {
-      Request request;
-      Response response;
-      absl::Status status = Parse(bytes, &request);
-      if (status.ok()) status = serve(request, &response);
-      if (status.ok()) *answer = response.SerializeAsString();
-      return status;
-    };
-  }
-
  private:
-  void OnRequest(std::string_view message) override;
+  void OnRequest(std::string_view message) override {
+    Request request;
+    Response answer;
+    absl::Status status = Parse(message, &request);
+    if (status.ok()) status = serve_(request, &answer);
+    Answer(status, answer);
+  }
 
   const Serve& serve_;
 };
+
+// Adds such a method, which `serve` answers. `method` and `environment` outlive the registry.
+template <typename Request, typename Response>
+void AddUnary(const PlainMethod& method, const CallEnvironment& environment, Registry* registry,
+              std::function<absl::Status(const Request& request, Response* answer)> serve) {
+  registry->Add(std::string(method.path), [&method, &environment,
+                                           serve = std::move(serve)](http2::Stream* stream) {
+    return std::make_shared<UnaryPlainCall<Request, Response>>(stream, environment, method, serve);
+  });
+}
 
 }  // namespace logitd::rpc
 

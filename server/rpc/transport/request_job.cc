@@ -8,6 +8,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_format.h"
+#include "kernels/status_macros.h"
 #include "server/engine/batch.h"
 #include "server/engine/devices.h"
 #include "server/engine/places.h"
@@ -82,14 +83,13 @@ MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> s
 }
 
 absl::Status RequestJob::CheckMessageSize(int64_t bytes, const CallHeaders& headers) const {
-  absl::Status status;
   if (bytes > max_message_bytes()) {
     environment_.metrics->CountRefused(engine::Refusal::kTooLarge, headers.caller.proof);
     if (environment_.door_metrics != nullptr) environment_.door_metrics->OnTooLarge();
     return absl::InvalidArgumentError(
         absl::StrFormat("request: got %d bytes, allowed 0..%d", bytes, max_message_bytes()));
   }
-  status = headers.CheckMessage(bytes);
+  absl::Status status = headers.CheckMessage(bytes);
   if (!status.ok())
     environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
   return status;
@@ -109,25 +109,16 @@ absl::Status RequestJob::Take(MessageMemory message, const CallHeaders& headers)
   spec_.caller = headers.caller;
   message_ = std::move(message);
   piece_ = message_.bytes;
-  if (absl::Status status =
-          codec_->Parse(pieces(), environment_.engine->options().max_batch_rows, &spec_);
-      !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
+  const auto refused_if = [&](absl::Status status, engine::Refusal reason) {
+    if (!status.ok()) environment_.metrics->CountRefused(reason, headers.caller.proof);
     return status;
-  }
-  if (absl::Status status = CheckFits(); !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kTooLarge, headers.caller.proof);
-    return status;
-  }
-  if (absl::Status status = TakeRows(headers.authorization, spec_.rows(), environment_.metrics);
-      !status.ok()) {
-    return status;
-  }
-  if (absl::Status status = FindPlaces(); !status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid, headers.caller.proof);
-    return status;
-  }
-  return absl::OkStatus();
+  };
+  LOGITD_RETURN_IF_ERROR(
+      refused_if(codec_->Parse(pieces(), environment_.engine->options().max_batch_rows, &spec_),
+                 engine::Refusal::kInvalid));
+  LOGITD_RETURN_IF_ERROR(refused_if(CheckFits(), engine::Refusal::kTooLarge));
+  LOGITD_RETURN_IF_ERROR(TakeRows(headers.authorization, spec_.rows(), environment_.metrics));
+  return refused_if(FindPlaces(), engine::Refusal::kInvalid);
 }
 
 // True if streams copy the payload from where it lies. Rows in device memory are always copied so.
@@ -179,11 +170,9 @@ absl::Status RequestJob::FindPlaces() {
     device = payload.arena->device();
     return absl::OkStatus();
   };
-  if (absl::Status status = find(codec_->payload(), engine::RowStride(spec_.key)); !status.ok()) {
-    return status;
-  }
+  LOGITD_RETURN_IF_ERROR(find(codec_->payload(), engine::RowStride(spec_.key)));
   for (const Payload& input : codec_->copied_inputs()) {
-    if (absl::Status status = find(input, input.row_bytes); !status.ok()) return status;
+    LOGITD_RETURN_IF_ERROR(find(input, input.row_bytes));
   }
   FindAnswerPlace();
   // With one device, rows of every origin share batches.
@@ -225,8 +214,6 @@ int64_t RequestJob::needed_bytes() const {
       static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
       codec_->answer_bytes());
 }
-
-void RequestJob::SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
 
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
 // submitted, Submit sees it as dropped. The engine ignores a Cancel of a job that it does not know

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
@@ -86,7 +87,7 @@ class RequestJob : public engine::Job {
 
   // Pays for the message, then for the answer: a ticket that has received needed_bytes(). The job
   // gives back the bytes it no longer needs.
-  void SetTicket(engine::Admission::Ticket ticket);
+  void SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
 
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
   bool BeginSubmit();

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "kernels/status_macros.h"
 #include "server/base/clock.h"
 #include "server/engine/batch.h"
 #include "server/rpc/transport/call_log.h"
@@ -98,27 +99,25 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   if (request.is_batch) headers_.caller.priority = engine::Priority::kBatch;
   headers_.deadline = SteadyNow() + request.timeout;
   const std::string_view name = method_.substr(method_.rfind('/') + 1);
-  if (absl::Status status =
-          headers_.AuthorizeUser(ring_->user().uid, PeerOf(*ring_), environment().identities,
-                                 {.method = {name.data(), name.size()}, .role = door::Role::kInfer},
-                                 environment().metrics);
-      !status.ok()) {
-    return status;
-  }
+  engine::Metrics* const metrics = environment().metrics;
+  LOGITD_RETURN_IF_ERROR(headers_.Accept(
+      Authorize(/*metadata=*/nullptr, {.name = PeerOf(*ring_), .uid = ring_->user().uid},
+                environment().identities,
+                {.method = {name.data(), name.size()}, .role = door::Role::kInfer}, metrics),
+      metrics));
   message_bytes_ = static_cast<int64_t>(request.message.size());
   {
     absl::MutexLock lock(&mutex_);
-    absl::Status in_time = environment().load->Begin({.caller = headers_.caller,
+    LOGITD_RETURN_IF_ERROR(environment().load->Begin({.caller = headers_.caller,
                                                       .op = &op(),
                                                       .bytes = message_bytes_,
                                                       .deadline = headers_.deadline},
-                                                     &work_);
-    if (!in_time.ok()) return in_time;
+                                                     &work_));
   }
   const auto message = std::make_shared<std::string>(request.message);
   const MessageMemory memory = {
       .bytes = {reinterpret_cast<std::byte*>(message->data()), message->size()}, .keep = message};
-  if (absl::Status status = Take(memory, headers_); !status.ok()) return status;
+  LOGITD_RETURN_IF_ERROR(Take(memory, headers_));
   if (max_answer_bytes() > static_cast<int64_t>(ring_->max_message_bytes())) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "ring: got a request whose answer may have %d bytes, allowed %d; ask over gRPC, or open a "

@@ -21,8 +21,6 @@ absl::Status TruncatedError() {
 
 namespace {
 
-constexpr char kContentType[] = "application/grpc";
-
 // A grpc-timeout: up to eight digits and a unit. InfiniteDuration: there is none. A malformed one is
 // refused.
 absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
@@ -35,22 +33,17 @@ absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
     ok = text[i] >= '0' && text[i] <= '9';
     number = 10 * number + (text[i] - '0');
   }
-  const std::string_view unit = text.empty() ? text : text.substr(text.size() - 1);
-  if (ok && unit == "H")
-    *timeout = absl::Hours(number);
-  else if (ok && unit == "M")
-    *timeout = absl::Minutes(number);
-  else if (ok && unit == "S")
-    *timeout = absl::Seconds(number);
-  else if (ok && unit == "m")
-    *timeout = absl::Milliseconds(number);
-  else if (ok && unit == "u")
-    *timeout = absl::Microseconds(number);
-  else if (ok && unit == "n")
-    *timeout = absl::Nanoseconds(number);
-  else
+  constexpr std::pair<char, absl::Duration> kUnits[] = {
+      {'H', absl::Hours(1)},        {'M', absl::Minutes(1)},      {'S', absl::Seconds(1)},
+      {'m', absl::Milliseconds(1)}, {'u', absl::Microseconds(1)}, {'n', absl::Nanoseconds(1)}};
+  const auto* const unit = std::find_if(std::begin(kUnits), std::end(kUnits), [&](const auto& of) {
+    return ok && of.first == text.back();
+  });
+  if (unit == std::end(kUnits)) {
     return absl::InvalidArgumentError(
         "grpc-timeout: got a malformed value, allowed 1 to 8 digits and one of H, M, S, m, u, n");
+  }
+  *timeout = number * unit->second;
   return absl::OkStatus();
 }
 
@@ -105,11 +98,6 @@ struct Trailers {
   }
 };
 
-void EndWithHttpStatus(http2::Stream* stream, std::string_view code) {
-  const http2::Field fields[] = {{":status", code}, {"content-length", "0"}};
-  stream->End(fields);
-}
-
 }  // namespace
 
 void EndStream(http2::Stream* stream, const absl::Status& status, const CallTracker& tracker,
@@ -118,44 +106,6 @@ void EndStream(http2::Stream* stream, const absl::Status& status, const CallTrac
   Fields fields = {{":status", "200"}, {"content-type", kContentType}};
   fields.insert(fields.end(), trailers.fields.begin(), trailers.fields.end());
   stream->End(fields);
-}
-
-bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker) {
-  const http2::HeaderList& headers = stream->headers();
-  switch (stream->refusal()) {
-    case http2::Refusal::kNone:
-      break;
-    case http2::Refusal::kHeaderList:
-      tracker.CountRefused(engine::Refusal::kHeaderList);
-      EndStream(stream,
-                absl::ResourceExhaustedError(absl::StrFormat("metadata: got %d bytes, allowed %d",
-                                                             stream->header_list_bytes(),
-                                                             stream->max_header_list())),
-                tracker, nullptr);
-      return true;
-    case http2::Refusal::kMemory:
-      tracker.CountRefused(engine::Refusal::kConnectionBytes);
-      EndStream(
-          stream,
-          absl::ResourceExhaustedError("connections hold as much memory as they may; retry later"),
-          tracker, nullptr);
-      return true;
-  }
-  if (headers.Find(":method") != "POST") {
-    const http2::Field fields[] = {{":status", "405"}, {"allow", "POST"}, {"content-length", "0"}};
-    stream->End(fields);
-    return true;
-  }
-  std::string_view type = headers.Find("content-type");
-  if (type.starts_with(kContentType))
-    type.remove_prefix(sizeof(kContentType) - 1);
-  else
-    type = "?";
-  if (!type.empty() && type[0] != '+' && type[0] != ';') {
-    EndWithHttpStatus(stream, "415");
-    return true;
-  }
-  return false;
 }
 
 ServerCall::ServerCall(http2::Stream* stream, CallTracker* tracker)
@@ -269,7 +219,10 @@ void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
   taking_ = true;
   while (!finished_ && !over()) {
     if (state_ == State::kReceiving) {
-      TakeMessage(&bytes);
+      const auto run = bytes.first(std::min(memory_.bytes.size() - have_, bytes.size()));
+      std::copy(run.begin(), run.end(), memory_.bytes.begin() + static_cast<ptrdiff_t>(have_));
+      bytes.remove_prefix(run.size());
+      have_ += run.size();
       if (have_ < memory_.bytes.size()) break;
       EndMessage();
     } else if (state_ == State::kWhole && seen_.empty() && bytes.size() >= message_bytes_) {
@@ -331,14 +284,6 @@ void ServerCall::TakePrefix(absl::Span<const std::byte>* bytes) {
   }
 }
 
-void ServerCall::TakeMessage(absl::Span<const std::byte>* bytes) {
-  const size_t run = std::min(memory_.bytes.size() - have_, bytes->size());
-  if (run == 0) return;
-  std::memcpy(memory_.bytes.data() + have_, bytes->data(), run);
-  bytes->remove_prefix(run);
-  have_ += run;
-}
-
 void ServerCall::EndMessage() {
   state_ = State::kPrefix;
   StopReceiveTimer();
@@ -355,15 +300,12 @@ void ServerCall::OnEnd() {
 
 // ---- answering
 
-void ServerCall::SendHead() {
-  if (std::exchange(head_sent_, true)) return;
-  const http2::Field fields[] = {{":status", "200"}, {"content-type", kContentType}};
-  stream_->Respond(fields);
-}
-
 void ServerCall::Write(EncodedMessage message) {
   if (over() || finished_) return;
-  SendHead();
+  if (!std::exchange(head_sent_, true)) {
+    const http2::Field fields[] = {{":status", "200"}, {"content-type", kContentType}};
+    stream_->Respond(fields);
+  }
   sent_bytes_ += message.bytes();
   auto parts = message.Release();
   for (size_t i = 0; i < parts.size(); ++i) {

@@ -21,8 +21,8 @@
 #include "server/http2/connection.h"
 #include "server/http2/loop.h"
 #include "server/http2/stream.h"
+#include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
-#include "server/rpc/transport/trace.h"
 #include "server/rpc/wire/encoded_message.h"
 
 namespace logitd::rpc {
@@ -49,6 +49,10 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   virtual void OnDrain(absl::Duration receive_timeout);
   // True: a drain waits for this call's end.
   virtual bool counts() const { return true; }
+
+  // Its message comes too slowly, see engine::RoomAsk::too_slow. A peer that does not read its status
+  // keeps what it has sent: then the stream is reset.
+  void OnTooSlow(const absl::Status& why) { finished_ ? Reset() : EndInput(why); }
 
   // The identities have changed: a long call ends if its caller may not call any longer.
   virtual void OnIdentities() {}
@@ -79,6 +83,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   virtual void OnCancelled(const absl::Status& why) = 0;
   // Ends the call with a status: by Finish, with what its kind counts.
   virtual void End(const absl::Status& status) = 0;
+  // Takes no more messages, and ends with a status when those that have come are answered.
+  virtual void EndInput(const absl::Status& status) { End(status); }
   virtual void OnWritten() {}  // a message of Write has been given to the kernel
   virtual void OnOver() {}     // once, at the end
 
@@ -111,7 +117,6 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   bool began() const { return began_; }
   bool finished() const { return finished_; }
   bool over() const { return stream_ == nullptr; }
-  CallTracker& tracker() { return *tracker_; }
   http2::Loop& loop() { return *loop_; }
   int64_t age_ns() const;
   int64_t received_bytes() const { return received_bytes_; }  // of messages, in all
@@ -128,13 +133,11 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void OnClosed(http2::Closed why) final;
 
   void Absorb(absl::Span<const std::byte> bytes);
-  // Takes what a prefix or a message needs from the start of `bytes`.
+  // Takes what a prefix needs from the start of `bytes`.
   void TakePrefix(absl::Span<const std::byte>* bytes);
-  void TakeMessage(absl::Span<const std::byte>* bytes);
   void EndMessage();
   void GoOn();  // absorbs what has come meanwhile
   bool Keep(absl::Span<const std::byte> bytes);
-  void SendHead();
 
   http2::Stream* stream_;  // null: over
   http2::Loop* const loop_;
@@ -177,8 +180,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
 // The status of a call that ends without a whole message.
 absl::Status TruncatedError();
 
-// Ends a stream that is no gRPC call, or that must be refused. False: it is one.
-bool RefuseIfNoCall(http2::Stream* stream, const CallTracker& tracker);
+// The beginning of a call's content-type.
+inline constexpr std::string_view kContentType = "application/grpc";
 
 // Ends a stream with a status only.
 void EndStream(http2::Stream* stream, const absl::Status& status, const CallTracker& tracker,

@@ -98,17 +98,8 @@ StreamCall::StreamCall(http2::Stream* stream, std::string_view method,
 void StreamCall::Begin() {
   environment_.metrics->Add(engine::Gauge::kOpenCalls, 1);
   environment_.metrics->Add(engine::Gauge::kOpenStreams, 1);
-  absl::Status status = headers_.Read(*this, max_message_bytes());
-  if (!status.ok()) {
-    environment_.metrics->CountRefused(engine::Refusal::kInvalid, engine::Proof::kNone);
-    return End(status);
-  }
-  status = headers_.Authorize(*this, environment_.identities, access_, environment_.metrics);
+  absl::Status status = headers_.Read(*this, environment_, access_);
   if (!status.ok()) return End(status);
-  if (tracker().draining()) {
-    environment_.metrics->CountRefused(engine::Refusal::kDraining, headers_.caller.proof);
-    return End(engine::DrainingError());
-  }
   if (headers_.stated_bytes.has_value()) {
     return EnterAdmission(static_cast<size_t>(*headers_.stated_bytes));
   }
@@ -116,22 +107,6 @@ void StreamCall::Begin() {
 }
 
 // ---- receiving
-
-engine::RoomAsk StreamCall::AskFor(int64_t bytes) {
-  const std::weak_ptr<ServerCall> weak = weak_from_this();
-  return {.caller = headers_.caller,
-          .deadline = headers_.deadline,
-          .bytes = bytes,
-          .received_bytes = ReceivedBytesOf(connection()),
-          .too_slow = [weak](const absl::Status& why) {
-            const auto call = std::static_pointer_cast<StreamCall>(weak.lock());
-            if (call == nullptr) return;
-            // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-            call->OnLoop([call = call.get(), why] {
-              call->finished() ? call->Reset() : call->EndInput(why);
-            });
-          }};
-}
 
 void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
   entering_ = true;
@@ -142,7 +117,8 @@ void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
                          .bytes = largest_,
                          .between_messages = true};
   if (message_bytes.has_value()) {
-    ask = AskFor(CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes)));
+    ask = headers_.AskWhileReceived(*this,
+                                    CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes)));
   }
   admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
                                          this](absl::StatusOr<engine::Admission::Ticket> ticket) {
@@ -185,7 +161,8 @@ void StreamCall::ReceiveIfAdmitted() {
   const size_t bytes = *message_size_;
   const auto least = static_cast<int64_t>(std::max<size_t>(bytes, 1));  // 0 stands for any size
   const bool whole = Seen().size() >= bytes;
-  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = least, .received = true} : AskFor(least))) {
+  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = least, .received = true}
+                            : headers_.AskWhileReceived(*this, least))) {
     ticket_.reset();
     return EnterAdmission(bytes);
   }

@@ -55,20 +55,18 @@ class StreamCall final : public ServerCall {
   void OnHalfClose() override;
   void OnCancelled(const absl::Status& why) override;
   void End(const absl::Status& status) override;
+  // Reads no more messages. The stream ends with `status` after the answers to those it has read.
+  void EndInput(const absl::Status& status) override;
   void OnWritten() override;
   void OnOver() override;
 
   // Starts what can start now: answers, the end, the next message.
   void Advance();
-  engine::RoomAsk AskFor(int64_t bytes);  // of a message that comes
   // Asks for room for the next message: of a known size, or as much as the largest one needed.
   void EnterAdmission(std::optional<size_t> message_bytes);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
   void ReceiveIfAdmitted();
   void SubmitWith(const std::shared_ptr<Item>& item, engine::Admission::Ticket ticket);
-  // Reads no more messages. The stream ends with `status` after the answers to those it has read.
-  void EndInput(const absl::Status& status);
-  int64_t max_message_bytes() const { return environment_.admission->options().max_request_bytes; }
 
   const std::string_view method_;
   const CallEnvironment environment_;

@@ -14,53 +14,35 @@ UnaryCall::UnaryCall(http2::Stream* stream, std::string_view method,
       RequestJob(environment, std::move(codec)),
       method_(method),
       access_(access),
-      admission_wait_(environment.admission),
-      done_task_(this) {
+      admission_wait_(environment.admission) {
   PayForAnswers();
 }
 
 void UnaryCall::Begin() {
   environment().metrics->Add(engine::Gauge::kOpenCalls, 1);
-  if (absl::Status status = CheckHeaders(); !status.ok()) return End(status);
+  absl::Status status = headers_.Read(*this, environment(), access_);
+  if (status.ok()) {
+    status = environment().load->Begin({.caller = headers_.caller,
+                                        .op = &op(),
+                                        .bytes = headers_.stated_bytes,
+                                        .deadline = headers_.deadline},
+                                       &work_);
+  }
+  if (!status.ok()) return End(status);
   if (headers_.stated_bytes.has_value()) return EnterAdmission(*headers_.stated_bytes);
   StartReceiveTimer();
-}
-
-absl::Status UnaryCall::CheckHeaders() {
-  absl::Status status = headers_.Read(*this, max_message_bytes());
-  if (!status.ok()) {
-    environment().metrics->CountRefused(engine::Refusal::kInvalid, engine::Proof::kNone);
-    return status;
-  }
-  status = headers_.Authorize(*this, environment().identities, access_, environment().metrics);
-  if (!status.ok()) return status;
-  if (environment().admission->draining()) {
-    environment().metrics->CountRefused(engine::Refusal::kDraining, headers_.caller.proof);
-    return engine::DrainingError();
-  }
-  return environment().load->Begin({.caller = headers_.caller,
-                                    .op = &op(),
-                                    .bytes = headers_.stated_bytes,
-                                    .deadline = headers_.deadline},
-                                   &work_);
 }
 
 void UnaryCall::EnterAdmission(int64_t bytes) {
   StopReceiveTimer();  // the peer may not send while the call waits
   asked_ns_ = ServerCall::age_ns();
-  engine::RoomAsk ask = {.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = headers_.RoomFor(bytes),
-                         .receiving_bytes = work_.expected_bytes()};
-  if (Seen().size() < static_cast<size_t>(bytes)) {
-    ask.received_bytes = ReceivedBytesOf(connection());
-    ask.too_slow = [weak = weak_from_this()](const absl::Status& why) {
-      const auto call = std::static_pointer_cast<UnaryCall>(weak.lock());
-      if (call == nullptr) return;
-      // A peer that does not read its status keeps what it has sent. Then the stream is reset.
-      call->OnLoop([call = call.get(), why] { call->finished() ? call->Reset() : call->End(why); });
-    };
-  }
+  const int64_t room = CallHeaders::RoomFor(bytes);
+  engine::RoomAsk ask =
+      Seen().size() < static_cast<size_t>(bytes)
+          ? headers_.AskWhileReceived(*this, room)
+          : engine::RoomAsk{
+                .caller = headers_.caller, .deadline = headers_.deadline, .bytes = room};
+  ask.receiving_bytes = work_.expected_bytes();
   if (auto answer = environment().admission->TryEnter(ask); answer.has_value()) {
     return Admitted(*std::move(answer));
   }
@@ -139,7 +121,7 @@ void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer
                      const engine::JobTimes& times) {
   if (!status.ok()) {
     Fail();
-    return done_task_.Post(shared_from_this(), status, {}, times);
+    return Post({.self = shared_from_this(), .status = status, .times = times});
   }
   if (dropped()) return;
   const int64_t begun_ns = ServerCall::age_ns();
@@ -148,27 +130,21 @@ void UnaryCall::Done(const absl::Status& status, const engine::JobAnswer& answer
   const int64_t encode_ns = ServerCall::age_ns() - begun_ns;
   WriteShared(answer, [this, self = shared_from_this(), message = std::move(message), times,
                        encode_ns](const absl::Status& written) mutable {
-    done_task_.Post(std::move(self), written, std::move(message), times, encode_ns);
+    Post({std::move(self), written, std::move(message), times, encode_ns});
   });
 }
 
-void UnaryCall::DoneTask::Post(std::shared_ptr<ServerCall> self, absl::Status status,
-                               EncodedMessage message, const engine::JobTimes& times,
-                               int64_t encode_ns) {
-  self_ = std::move(self);
-  status_ = std::move(status);
-  message_ = std::move(message);
-  times_ = times;
-  encode_ns_ = encode_ns;
-  if (call_->loop().IsCurrent()) return Run();
-  call_->loop().Post(this);
+void UnaryCall::Post(Result result) {
+  result_ = std::move(result);
+  if (loop().IsCurrent()) return Run();
+  loop().Post(this);
 }
 
-void UnaryCall::DoneTask::Run() {
-  const std::shared_ptr<ServerCall> self = std::move(self_);
-  call_->times_ = times_;
-  call_->encode_ns_ = encode_ns_;
-  call_->EndWith(status_, status_.ok() ? std::move(message_) : EncodedMessage());
+void UnaryCall::Run() {
+  Result result = std::move(result_);
+  times_ = result.times;
+  encode_ns_ = result.encode_ns;
+  EndWith(result.status, result.status.ok() ? std::move(result.message) : EncodedMessage());
 }
 
 void UnaryCall::EndWith(const absl::Status& status, EncodedMessage message) {

@@ -23,7 +23,7 @@ namespace logitd::rpc {
 
 // On its loop, except Done, which posts the answer there. The engine may keep it longer than the
 // stream does.
-class UnaryCall final : public ServerCall, public RequestJob {
+class UnaryCall final : public ServerCall, public RequestJob, private http2::Task {
  public:
   // `method`: as in the log, e.g. "/logitd.v1.Sampler/TopK"; outlives the call.
   UnaryCall(http2::Stream* stream, std::string_view method, const CallEnvironment& environment,
@@ -34,23 +34,16 @@ class UnaryCall final : public ServerCall, public RequestJob {
             const engine::JobTimes& times) override;
 
  private:
-  // Carries Done's result to the loop.
-  class DoneTask final : public http2::Task {
-   public:
-    explicit DoneTask(UnaryCall* call) : call_(call) {}
-    // Once. `times`, `encode_ns`: for the log.
-    void Post(std::shared_ptr<ServerCall> self, absl::Status status, EncodedMessage message,
-              const engine::JobTimes& times, int64_t encode_ns = 0);
-    void Run() override;
-
-   private:
-    UnaryCall* const call_;
-    std::shared_ptr<ServerCall> self_;
-    absl::Status status_;
-    EncodedMessage message_;
-    engine::JobTimes times_;
-    int64_t encode_ns_ = 0;
+  // The result of Done, on its way to the loop. `times`, `encode_ns`: for the log.
+  struct Result {
+    std::shared_ptr<ServerCall> self;
+    absl::Status status;
+    EncodedMessage message;
+    engine::JobTimes times;
+    int64_t encode_ns = 0;
   };
+  void Post(Result result);  // once
+  void Run() override;       // http2::Task: ends the call with the result
 
   // ServerCall
   void Begin() override;
@@ -61,7 +54,6 @@ class UnaryCall final : public ServerCall, public RequestJob {
   void End(const absl::Status& status) override { EndWith(status, {}); }
   void OnOver() override;
 
-  absl::Status CheckHeaders();
   // Asks for room for a message of `bytes` bytes.
   void EnterAdmission(int64_t bytes);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
@@ -79,7 +71,7 @@ class UnaryCall final : public ServerCall, public RequestJob {
   std::optional<engine::Admission::Ticket> ticket_;  // pays while the message is received
   std::optional<size_t> message_size_;
   bool have_message_ = false;
-  DoneTask done_task_;
+  Result result_;
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
   // For the log, in nanoseconds of the call's age.
   int64_t asked_ns_ = 0;    // for room
