@@ -56,7 +56,16 @@ struct TensorView {
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
+  // Where rows lie apart: row r at row_data[r], and neither `data` nor `row_stride` is used. Only the
+  // CPU backend's ops on logits (SoftmaxTopK, Sample, Verify, CrossEntropy) take such logits.
+  const void* const* row_data = nullptr;
 };
+
+inline const std::byte* RowData(const TensorView& view, int64_t r) {
+  if (view.row_data != nullptr) return static_cast<const std::byte*>(view.row_data[r]);
+  return static_cast<const std::byte*>(view.data) +
+         static_cast<size_t>(r * view.row_stride) * SizeOf(view.dtype);
+}
 
 // A matrix that is written; otherwise as TensorView.
 struct MutableTensorView {
@@ -66,7 +75,7 @@ struct MutableTensorView {
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
 
-  operator TensorView() const { return {data, dtype, rows, cols, row_stride}; }
+  operator TensorView() const { return {data, dtype, rows, cols, row_stride, nullptr}; }
 };
 
 // Rows [first, first + count) of a TensorView or a MutableTensorView.

@@ -21,19 +21,18 @@ absl::StatusOr<Slab> FakeBackend::AllocateSlab(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (live_slabs_ == max_slabs_) return absl::ResourceExhaustedError("no memory for a slab");
   ++live_slabs_;
-  Slab slab{.host = static_cast<std::byte*>(std::malloc(bytes)),
-            .device = static_cast<std::byte*>(std::malloc(bytes)),
-            .bytes = bytes};
+  Slab slab{.host = static_cast<std::byte*>(std::malloc(bytes)), .bytes = bytes};
   std::memset(slab.host, 0xA5, bytes);
-  std::memset(slab.device, 0x5A, bytes);
+  slab.device = info_.is_host ? slab.host : static_cast<std::byte*>(std::malloc(bytes));
+  if (!info_.is_host) std::memset(slab.device, 0x5A, bytes);
   return slab;
 }
 
 void FakeBackend::FreeSlab(const Slab& slab) {
   std::lock_guard<std::mutex> lock(mutex_);
   Require(!IsFilling(slab.host, slab.bytes), "a slab is freed while a copy from it is under way");
+  if (slab.device != slab.host) std::free(slab.device);
   std::free(slab.host);
-  std::free(slab.device);
   --live_slabs_;
 }
 
@@ -157,7 +156,7 @@ absl::Status FakeStream::Upload(const Slab& slab, size_t offset, size_t bytes) {
   Enter(kUploading);
   LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kUpload));
   Require(offset + bytes <= slab.bytes, "a copy goes beyond its slab");
-  std::memcpy(slab.device + offset, slab.host + offset, bytes);
+  std::memmove(slab.device + offset, slab.host + offset, bytes);
   uploaded_bytes_ += bytes;
   return absl::OkStatus();
 }

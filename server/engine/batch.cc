@@ -106,7 +106,6 @@ void Batch::Begin(KeyQueue* of) {
   weight = 0;
   whole = false;
   taken_ns = 0;
-  first_deadline = absl::InfiniteFuture();
   last_deadline = absl::InfinitePast();
   rows = 0;
   payload_bytes = 0;
@@ -116,6 +115,7 @@ void Batch::Begin(KeyQueue* of) {
   kept = false;
   abandoned = false;
   slots.clear();
+  row_data.clear();
   progress = Progress();
 }
 
@@ -132,10 +132,8 @@ void Batch::Add(Job* job) {
                    .first_row = rows,
                    .rows = spec.rows(),
                    .caller = spec.caller,
-                   .cost_ns = place.cost_ns,
-                   .left = nullptr});
-  whole = whole || spec.whole;
-  first_deadline = std::min(first_deadline, spec.deadline);
+                   .cost_ns = place.cost_ns});
+  whole = whole || spec.whole || slots.size() > 1;
   last_deadline = std::max(last_deadline, spec.deadline);
   rows += spec.rows();
   payload_bytes += spec.size.payload_bytes;

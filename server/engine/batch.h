@@ -52,7 +52,7 @@ absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options);
 
 // A job's rows in a batch.
 struct Slot {
-  Job* job = nullptr;  // null: dropped, or done
+  Job* job = nullptr;  // null: it has ended
   int64_t first_row = 0;
   int64_t rows = 0;
   Caller caller;
@@ -64,9 +64,8 @@ struct Slot {
 
 // How far a batch has run, and what its stream needs from one slice to the next.
 struct Progress {
-  bool begun = false;   // payload and inputs are on the device; the members up to `outputs` are set
-  bool done = false;    // no slice is left, and Done of all jobs has run
-  int64_t end_row = 0;  // the first row that need not run
+  bool begun = false;  // payload and inputs are on the device; the members up to `outputs` are set
+  bool done = false;   // no slice is left, and Done of all jobs has run
   size_t row_stride = 0;
   AxisCounts counts = {};
   int32_t max_row_entries = 0;
@@ -115,11 +114,10 @@ struct Batch {
   bool sharded = false;  // IsSharded(key); also where the head is gone
   Urgency urgency;       // the least of its jobs; later slices start later
   double weight = 0;     // sum over its callers
-  bool whole = false;    // runs in one slice
+  bool whole = false;    // runs in one slice; true if it has several jobs
   int64_t taken_ns = 0;  // by the stream that ran its first slice
-  absl::Time first_deadline = absl::InfiniteFuture();  // no job has an earlier one
-  absl::Time last_deadline = absl::InfinitePast();     // nor a later one
-  int64_t rows = 0;                                    // of dropped jobs too; so are the next two
+  absl::Time last_deadline = absl::InfinitePast();  // of its jobs
+  int64_t rows = 0;
   int64_t payload_bytes = 0;
   int64_t answer_bytes = 0;
   int live = 0;       // slots with a job
@@ -129,6 +127,7 @@ struct Batch {
   // While kRunning: no job has a caller any more. Written under the lock, read by the stream.
   std::atomic<bool> abandoned = false;
   std::vector<Slot> slots;
+  std::vector<const void*> row_data;  // of all rows, where the op reads them apart; else empty
   Progress progress;
 };
 

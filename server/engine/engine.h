@@ -41,7 +41,8 @@ struct EngineOptions {
   // between. 0: 2 ms on the CPU, where a cut costs little; 25 ms on CUDA, where a launch and its
   // last wave of blocks do.
   absl::Duration max_slice = absl::ZeroDuration();
-  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
+  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake. It also
+  // polls while a batch is held for its head (running.h).
   absl::Duration idle_spin = absl::Microseconds(30);
   // Of deadlines and delays. Outlives the engine.
   Clock* clock = &SteadyClock();

@@ -75,8 +75,10 @@ struct BatchView {
   int64_t row_elements;
   size_t row_stride;  // bytes: a multiple of 16, or exactly a row where the op is exclusive
   const std::byte* payload;
-  int32_t max_row_entries;               // the largest JobSpec::max_row_entries
-  uint32_t wanted;                       // the bits of every JobSpec::wanted
+  const void* const*
+      row_data;             // where the payload's rows lie apart: row r is row_data[r]; else null
+  int32_t max_row_entries;  // the largest JobSpec::max_row_entries
+  uint32_t wanted;          // the bits of every JobSpec::wanted
   absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
   absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
   const HeadView* head;                  // that of BatchKey::head; null where there is none
@@ -89,7 +91,8 @@ struct BatchView {
             .dtype = dtype,
             .rows = rows(),
             .cols = row_elements,
-            .row_stride = static_cast<int64_t>(row_stride / SizeOf(dtype))};
+            .row_stride = static_cast<int64_t>(row_stride / SizeOf(dtype)),
+            .row_data = row_data};
   }
 
   // An array; null where the batch has no element for it.
@@ -114,6 +117,9 @@ struct OpTraits {
   // hold, and are large enough to fill a device. Its rows lie without padding, and only bytes bound
   // their number.
   bool exclusive_batch = false;
+  // On the host its rows may lie apart, so that it reads them where they came in: for ops on logits,
+  // whose rows are long. See TensorView::row_data.
+  bool rows_apart = false;
 };
 
 // The parameters of a job of an exclusive op as a whole.
@@ -199,7 +205,7 @@ struct JobAnswer {
   }
 };
 
-// The place of rows that are not copied to the slab: memory of the device that runs the batch, or host
+// The place of rows that no thread copies to the slab: memory of the device that runs the batch, or host
 // memory, which is pinned unless the device is the host. The job keeps it until Done.
 struct RowsPlace {
   const std::byte* data = nullptr;  // null: the rows are in the slab
@@ -207,6 +213,9 @@ struct RowsPlace {
   size_t row_bytes = 0;
   int64_t rows = 0;
   bool on_device = false;
+  // Nobody writes them before Done. The host's ops may read such rows there, and others see each byte
+  // once.
+  bool steady = false;
 };
 
 // One admitted request. Implemented above the engine; the engine calls it from its own threads, or

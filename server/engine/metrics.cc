@@ -67,8 +67,7 @@ struct BatchTime {
 constexpr BatchTime kBatchTimes[] = {
     {{"logitd_batch_queue_seconds", "Wait of a batch's oldest job for a place and a stream."},
      &JobTimes::queue_ns},
-    {{"logitd_batch_copy_seconds", "Copy of the payload of a batch's oldest job into its slab."},
-     &JobTimes::copy_ns},
+    {{"logitd_batch_copy_seconds", "Copy of a batch's rows into its slab."}, &JobTimes::copy_ns},
     {{"logitd_batch_h2d_seconds", "Host to device copy of a batch."}, &JobTimes::h2d_ns},
     {{"logitd_batch_kernel_seconds", "The op of a batch."}, &JobTimes::kernel_ns},
     {{"logitd_batch_d2h_seconds", "Device to host copy of a batch."}, &JobTimes::d2h_ns},

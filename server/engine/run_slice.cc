@@ -33,24 +33,6 @@ void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswe
   ++batch.progress.finished;
 }
 
-// Takes dropped jobs off both ends of what is left of the batch.
-void Trim(const Batch& batch, Progress& progress) {
-  const auto is_done = [&](const Slot& slot) {
-    return slot.job == nullptr || slot.first_row + slot.rows <= progress.next_row;
-  };
-  // Jobs whose rows have all run still wait for their answers, so only rows are skipped.
-  size_t next = 0;
-  while (next < batch.slots.size() && is_done(batch.slots[next])) ++next;
-  size_t end = batch.slots.size();
-  while (end > next && is_done(batch.slots[end - 1])) --end;
-  if (next == end) {
-    progress.next_row = progress.end_row;
-    return;
-  }
-  progress.next_row = std::max(progress.next_row, batch.slots[next].first_row);
-  progress.end_row = batch.slots[end - 1].first_row + batch.slots[end - 1].rows;
-}
-
 // Where in its array a job's slice starts.
 size_t SliceOffset(const Array& array, const AxisCounts& first) {
   return static_cast<size_t>(first[array.axis]) * array.bytes;
@@ -71,10 +53,42 @@ void GatherRows(const Batch& batch, Progress& plan) {
   plan.times.copy_ns = MonotonicNanos() - begun_ns;
 }
 
+// Number `index` of Job::places.
+RowsPlace PlaceOf(const Job& job, size_t index) {
+  const absl::Span<const RowsPlace> places = job.places();
+  return index < places.size() ? places[index] : RowsPlace{};
+}
+
+// Whether the host's op can read the job's rows where they lie.
+bool IsReadable(const BatchKey& key, const RowsPlace& place) {
+  const size_t element = SizeOf(key.dtype);
+  return place.data != nullptr && place.steady && place.row_stride % element == 0 &&
+         reinterpret_cast<uintptr_t>(place.data) % element == 0;
+}
+
+// On the host: finds the rows that the op reads where they lie. The others are in the slab.
+void FindRowsApart(Batch& batch) {
+  const bool on_host = batch.slab.host == batch.slab.device;
+  if (!on_host || !batch.key.op->rows_apart) return;
+  const auto is_readable = [&](const Slot& slot) {
+    return IsReadable(batch.key, PlaceOf(*slot.job, 0));
+  };
+  if (std::none_of(batch.slots.begin(), batch.slots.end(), is_readable)) return;
+  for (const Slot& slot : batch.slots) {
+    RowsPlace place = PlaceOf(*slot.job, 0);
+    if (!IsReadable(batch.key, place)) {
+      place.row_stride = batch.progress.row_stride;
+      place.data = batch.slab.host + static_cast<size_t>(slot.first_row) * place.row_stride;
+    }
+    for (int64_t r = 0; r < slot.rows; ++r) {
+      batch.row_data.push_back(place.data + static_cast<size_t>(r) * place.row_stride);
+    }
+  }
+}
+
 // Gathers the rows, writes the inputs after them and lays out the outputs.
-void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
+void Prepare(Batch& batch, const SlabLayout& layout, Progress& plan) {
   const OpTraits& op = *batch.key.op;
-  plan.end_row = batch.rows;
   plan.row_stride = RowStride(batch.key);
   for (const Slot& slot : batch.slots) {
     const JobSpec& spec = slot.job->spec();
@@ -86,11 +100,12 @@ void Prepare(const Batch& batch, const SlabLayout& layout, Progress& plan) {
     plan.call = spec.call;
   }
   plan.upload_end = LayOut(op.inputs, plan.counts,
-                           static_cast<size_t>(plan.end_row) * plan.row_stride, plan.inputs.data());
+                           static_cast<size_t>(batch.rows) * plan.row_stride, plan.inputs.data());
   const size_t in_place = plan.in_place ? 1 : 0;  // outputs, at offset 0 of the payload
   plan.answer_end = LayOut(op.outputs.subspan(in_place), plan.counts, layout.answer_offset,
                            plan.outputs.data() + in_place);
   GatherRows(batch, plan);
+  FindRowsApart(batch);
 
   AxisCounts first = {};
   Pointers inputs;
@@ -132,12 +147,6 @@ class Uploads {
   size_t end_ = 0;
 };
 
-// Number `index` of Job::places.
-RowsPlace PlaceOf(const Job& job, size_t index) {
-  const absl::Span<const RowsPlace> places = job.places();
-  return index < places.size() ? places[index] : RowsPlace{};
-}
-
 // What the stream copies from its place to `offset` of the slab on the device.
 void AddCopy(const RowsPlace& place, const Batch& batch, size_t offset, size_t row_stride,
              Copies* copies) {
@@ -159,12 +168,13 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
   for (const Slot& slot : batch.slots) {
     const size_t begin = static_cast<size_t>(slot.first_row) * stride;
     if (const RowsPlace place = PlaceOf(*slot.job, 0); place.data != nullptr) {
+      if (!batch.row_data.empty() && IsReadable(batch.key, place)) continue;
       AddCopy(place, batch, begin, stride, &copies);
     } else {
       LOGITD_RETURN_IF_ERROR(uploads.Add(begin, begin + static_cast<size_t>(slot.rows) * stride));
     }
   }
-  size_t begin = static_cast<size_t>(plan.end_row) * stride;  // where the inputs start
+  size_t begin = static_cast<size_t>(batch.rows) * stride;  // where the inputs start
   const Job* const only = batch.key.op->exclusive_batch ? batch.slots.front().job : nullptr;
   for (size_t a = 0; only != nullptr && a + 1 < only->places().size(); ++a) {
     const RowsPlace place = PlaceOf(*only, a + 1);
@@ -201,6 +211,8 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
       .row_elements = batch.key.row_elements,
       .row_stride = plan.row_stride,
       .payload = batch.slab.device + static_cast<size_t>(plan.next_row) * plan.row_stride,
+      .row_data =
+          batch.row_data.empty() ? nullptr : &batch.row_data[static_cast<size_t>(plan.next_row)],
       .max_row_entries = plan.max_row_entries,
       .wanted = plan.wanted,
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
@@ -232,7 +244,7 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
                      int64_t rows) {
   if (first) LOGITD_RETURN_IF_ERROR(Upload(stream, batch));
   if (rows > 0) LOGITD_RETURN_IF_ERROR(EnqueueRows(stream, batch, rows));
-  if (batch.progress.next_row + rows < batch.progress.end_row) return absl::OkStatus();
+  if (batch.progress.next_row + rows < batch.rows) return absl::OkStatus();
   return Download(stream, batch, layout);
 }
 
@@ -255,10 +267,6 @@ void FinishAll(Batch& batch, const absl::Status& failure,
   std::array<absl::Span<const std::byte>, kMaxArrays> answers;
   AxisCounts first = {};
   for (Slot& slot : batch.slots) {
-    if (slot.job == nullptr) {
-      if (slot.left != nullptr) Advance(*slot.left, &first);
-      continue;
-    }
     const AxisCounts counts = slot.job->spec().counts;  // the job may be gone after Finish
     first[kRowAxis] = slot.first_row;
     for (size_t a = 0; a < outputs.size(); ++a) {
@@ -311,13 +319,11 @@ absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules
   if (first) {
     Prepare(batch, layout, progress);
     progress.begun = true;
-  } else {
-    Trim(batch, progress);
   }
 
   const double row_ns = progress.row_ns > 0 ? progress.row_ns : costs.PerRow(batch.key);
   const int64_t rows =
-      RowsOfSlice(batch.key, batch.whole, progress.end_row - progress.next_row, row_ns, rules);
+      RowsOfSlice(batch.key, batch.whole, batch.rows - progress.next_row, row_ns, rules);
   stream.Watch(&batch.abandoned);
   absl::Status status = Enqueue(stream, batch, layout, first, rows);
   // Also after an error: what was enqueued before it still uses the slab.
@@ -346,7 +352,7 @@ absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules
         costs.Ran(batch.key, rows, rows * static_cast<int64_t>(RowBytes(batch.key)),
                   absl::Nanoseconds(progress.slice_ns));
   }
-  if (progress.next_row == progress.end_row) FinishAll(batch, absl::OkStatus(), keep, oldest);
+  if (progress.next_row == batch.rows) FinishAll(batch, absl::OkStatus(), keep, oldest);
   return status;
 }
 

@@ -10,6 +10,7 @@ RunningBatches::RunningBatches(const EngineOptions& options, const SliceRules& r
                                const std::vector<Slab>& slabs)
     : options_(options),
       rules_(rules),
+      on_host_(!slabs.empty() && slabs.front().host == slabs.front().device),
       devices_(static_cast<size_t>(devices)),
       batches_(slabs.size()),
       devices_left_(devices) {
@@ -42,6 +43,27 @@ bool RunningBatches::MayBegin(int device, const Job& job) const {
          (queue.length == Length::kShort && queue.kind->key.priority == Priority::kInteractive);
 }
 
+// The kernels of a batch that is taken `head_ns` after another one begin when those of that end: both take
+// as long to get to the device.
+int64_t RunningBatches::HeldUntil(int device, const Job& job) const {
+  const KeyQueue& queue = *job.place_.queue;
+  const Head* const head = queue.kind->key.key.head;
+  if (on_host_ || head == nullptr || IsSharded(queue.kind->key.key)) return 0;
+  int64_t until = 0;
+  for (const Batch& other : batches_) {
+    if (other.state != Batch::State::kRunning || other.device != device || other.key.head != head ||
+        other.rows > rules_.linear_rows || other.live + queue.count < kHeldJobs) {
+      continue;
+    }
+    const double head_ns = other.queue->kind->head_ns;
+    if (head_ns > absl::ToDoubleNanoseconds(kMostHeld)) continue;
+    until = std::max(until, other.taken_ns + static_cast<int64_t>(head_ns));
+  }
+  const int64_t latest =
+      absl::ToUnixNanos(job.spec().deadline) - static_cast<int64_t>(queue.kind->head_ns);
+  return std::min(until, latest);
+}
+
 Batch* RunningBatches::FreeBatch(int device) {
   for (Batch& batch : batches_) {
     if (batch.device == device && batch.state == Batch::State::kFree) return &batch;
@@ -64,8 +86,8 @@ Batch* RunningBatches::Paused(int device) {
 bool RunningBatches::IsSlow(const Batch& batch) const {
   const Progress& progress = batch.progress;
   const double row_ns = progress.row_ns > 0 ? progress.row_ns : batch.queue->kind->row_ns;
-  const int64_t left = progress.begun ? progress.end_row - progress.next_row : batch.rows;
-  const int64_t rows = RowsOfSlice(batch.key, batch.whole, left, row_ns, rules_);
+  const int64_t rows =
+      RowsOfSlice(batch.key, batch.whole, batch.rows - progress.next_row, row_ns, rules_);
   return static_cast<double>(rows) * row_ns > absl::ToDoubleNanoseconds(kSlowSlice);
 }
 

@@ -20,6 +20,7 @@ absl::Status Late(bool begun) {
 Scheduler::Scheduler(const EngineOptions& options, const SliceRules& rules, int devices,
                      const std::vector<Slab>& slabs, const Costs& costs)
     : options_(options),
+      rules_(rules),
       waiting_(options, rules, devices, costs),
       running_(options, rules, devices, slabs) {}
 
@@ -37,11 +38,17 @@ void Scheduler::Submit(std::shared_ptr<Job> submitted, int64_t now_ns) {
 }
 
 Scheduler::Choice Scheduler::Choose(int device, int64_t now_ns) {
+  held_until_ns_ = 0;
   if (running_.lost(device)) return {};
   waiting_.MakeDue(now_ns);
   Choice choice = {.paused = running_.Paused(device)};
-  choice.first =
-      waiting_.First(device, [&](const Job& job) { return running_.MayBegin(device, job); });
+  choice.first = waiting_.First(device, [&](const Job& job) {
+    if (!running_.MayBegin(device, job)) return false;
+    const int64_t until = running_.HeldUntil(device, job);
+    if (until <= now_ns) return true;
+    if (held_until_ns_ == 0 || until < held_until_ns_) held_until_ns_ = until;
+    return false;
+  });
   if (choice.paused != nullptr && choice.first != nullptr &&
       choice.paused->urgency < choice.first->place_.urgency) {
     choice.first = nullptr;
@@ -75,11 +82,7 @@ void Scheduler::GiveBack(Batch* batch, absl::Time now) {
   const Progress& progress = batch->progress;
   unfinished_ -= progress.finished;
   batch->live -= progress.finished;
-  if (!progress.done) {
-    EndBetweenSlices(batch, now);
-    next_expiry_ = std::min(next_expiry_, batch->first_deadline);
-    return;
-  }
+  if (!progress.done) return EndBetweenSlices(batch, now);
   Settle(*batch);
   if (idle()) waiting_.clock().Idle();
   running_.End(batch);
@@ -89,8 +92,13 @@ void Scheduler::GiveBack(Batch* batch, absl::Time now) {
 void Scheduler::Learn(Batch* batch) {
   const Progress& progress = batch->progress;
   if (progress.slice_rows > 0 && progress.kind_row_ns > 0) {
-    batch->queue->kind->row_ns = progress.kind_row_ns;
-    batch->queue->kind->has_run = true;
+    Kind& kind = *batch->queue->kind;
+    kind.row_ns = progress.kind_row_ns;
+    kind.has_run = true;
+    if (progress.done && progress.rows_run <= rules_.linear_rows) {
+      const auto head_ns = static_cast<double>(progress.times.kernel_ns);
+      kind.head_ns += (head_ns - kind.head_ns) / (kind.head_ns == 0 ? 1 : 4);
+    }
   }
   if (progress.slice_rows > 0) {
     batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
@@ -133,45 +141,34 @@ void Scheduler::Cancel(Job* job) {
   }
   if (state != State::kInBatch) return;
   Batch* const batch = place.batch;
-  if (batch->state == Batch::State::kPaused) return DropFrom(batch, job, Cancelled(/*begun=*/true));
+  if (batch->state == Batch::State::kPaused) return EndPaused(batch, Cancelled(/*begun=*/true));
   // A running batch is its stream's.
   if (place.gone.exchange(true, std::memory_order_relaxed)) return;
   if (++batch->gone == batch->live) batch->abandoned.store(true, std::memory_order_release);
 }
 
-// Takes a job out of a batch between two slices. The batch may be free afterwards.
-void Scheduler::DropFrom(Batch* batch, Job* job, absl::Status status) {
-  Slot& slot = batch->slots[job->place_.slot];
-  slot.job = nullptr;
-  slot.left = std::make_unique<const AxisCounts>(job->spec().counts);
+// Ends a batch between two slices, and its job: only a batch of one job has several slices.
+void Scheduler::EndPaused(Batch* batch, absl::Status status) {
+  Job* const job = batch->slots.front().job;
   job->place_.begun = true;
   End(job, std::move(status));
-  if (--batch->live == 0) running_.End(batch);
+  running_.End(batch);
 }
 
-// Ends the jobs of a paused batch whose caller has left, whose deadline has passed, or all of them
-// where the device is lost or the engine closed.
+// The same, if the job's caller has left, its deadline has passed, the device is lost or the engine is
+// closed.
 void Scheduler::EndBetweenSlices(Batch* batch, absl::Time now) {
-  const absl::Status all = !closed_.ok()             ? closed_
-                           : running_.IsLost(*batch) ? lost_
-                                                     : absl::OkStatus();
-  const bool late = batch->first_deadline <= now || batch->abandoned;
-  if (all.ok() && !late && batch->gone == 0) return;
-  batch->gone = 0;
-  batch->first_deadline = absl::InfiniteFuture();
-  for (size_t i = 0; i < batch->slots.size() && batch->live > 0; ++i) {
-    Job* const job = batch->slots[i].job;
-    if (job == nullptr) continue;
-    const absl::Time deadline = job->spec().deadline;
-    if (IsGone(*job)) {
-      DropFrom(batch, job, Cancelled(/*begun=*/true));
-    } else if (!all.ok()) {
-      DropFrom(batch, job, all);
-    } else if (deadline <= now || batch->abandoned) {
-      DropFrom(batch, job, Late(/*begun=*/true));
-    } else {
-      batch->first_deadline = std::min(batch->first_deadline, deadline);
-    }
+  const Job& job = *batch->slots.front().job;
+  if (IsGone(job)) {
+    EndPaused(batch, Cancelled(/*begun=*/true));
+  } else if (!closed_.ok()) {
+    EndPaused(batch, closed_);
+  } else if (running_.IsLost(*batch)) {
+    EndPaused(batch, lost_);
+  } else if (job.spec().deadline <= now || batch->abandoned) {
+    EndPaused(batch, Late(/*begun=*/true));
+  } else {
+    next_expiry_ = std::min(next_expiry_, job.spec().deadline);
   }
 }
 
@@ -203,10 +200,7 @@ void Scheduler::Expire(absl::Time now) {
     next_expiry_ = std::min(next_expiry_, deadline);
     return absl::OkStatus();
   });
-  running_.ForEach(Batch::State::kPaused, [&](Batch* batch) {
-    EndBetweenSlices(batch, now);
-    next_expiry_ = std::min(next_expiry_, batch->first_deadline);
-  });
+  running_.ForEach(Batch::State::kPaused, [&](Batch* batch) { EndBetweenSlices(batch, now); });
   running_.ForEach(Batch::State::kRunning, [&](Batch* batch) { ExpireRunning(batch, now); });
 }
 

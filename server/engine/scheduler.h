@@ -46,6 +46,8 @@ class Scheduler {
   Batch* Take(int device, int64_t now_ns);
   // Whether Take finds something.
   bool HasWork(int device, int64_t now_ns);
+  // When the device may begin what the last Take or HasWork found held for a head; 0: nothing was.
+  int64_t held_until_ns() const { return held_until_ns_; }
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
   // When Take may find something that it does not find now, if nothing else happens.
@@ -92,7 +94,7 @@ class Scheduler {
   };
   Choice Choose(int device, int64_t now_ns);
   void End(Job* job, absl::Status status);
-  void DropFrom(Batch* batch, Job* job, absl::Status status);
+  void EndPaused(Batch* batch, absl::Status status);
   void EndBetweenSlices(Batch* batch, absl::Time now);
   void ExpireRunning(Batch* batch, absl::Time now);
   void EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why);
@@ -100,9 +102,11 @@ class Scheduler {
   void Settle(const Batch& batch);
 
   const EngineOptions options_;
+  const SliceRules rules_;
   WaitingJobs waiting_;
   RunningBatches running_;
   JobList ended_;
+  int64_t held_until_ns_ = 0;
   int64_t unfinished_ = 0;  // submitted, Done has not returned
   absl::Time next_expiry_ = absl::InfiniteFuture();
   absl::Status closed_;  // OK: it is not

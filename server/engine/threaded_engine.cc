@@ -215,7 +215,11 @@ void ThreadedEngine::Wake(int64_t now_ns) {
   Idle* most = nullptr;
   for (size_t device = 0; device < idle_.size(); ++device) {
     Idle& idle = idle_[device];
-    if (idle.streams == 0 || !scheduler_.HasWork(static_cast<int>(device), now_ns)) continue;
+    if (idle.streams == 0) continue;
+    const bool has_work = scheduler_.HasWork(static_cast<int>(device), now_ns);
+    // A stream must be awake when a batch is not held any longer.
+    const bool held = scheduler_.held_until_ns() > 0 && spinner_ != &idle;
+    if (!has_work && !held) continue;
     if (idle.called) return;
     if (most == nullptr || idle.streams > most->streams) most = &idle;
   }
@@ -262,12 +266,14 @@ Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
     const int64_t now_ns = clock_.Nanos();
     idle.called = false;  // whoever was called: this one looks now
     if (!seat.lent) batch = scheduler_.Take(device, now_ns);
+    const int64_t held_until_ns = seat.lent ? 0 : scheduler_.held_until_ns();
     const bool again = TellEndedUnlocked();
     if (batch != nullptr) break;
     if (again) continue;
     Wake(now_ns);
     Publish();
-    Sleep(idle, spin && !seat.lent);
+    const int64_t poll_ns = held_until_ns > 0 ? held_until_ns - now_ns : spin ? idle_spin_ns_ : 0;
+    Sleep(idle, seat.lent ? 0 : poll_ns, held_until_ns);
     spin = false;
   }
   seat.waits = false;
@@ -279,18 +285,21 @@ Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
 }
 
 // The next request of a busy client comes within microseconds, and a sleeping thread takes longer to
-// wake. So one idle stream polls before it sleeps.
-void ThreadedEngine::Sleep(Idle& idle, bool spin) {
-  if (spin && spinner_ == nullptr) {
+// wake. So one idle stream polls for `poll_ns` before it sleeps, and while a batch is held for its head,
+// until `held_until_ns`.
+void ThreadedEngine::Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns) {
+  if (poll_ns > 0 && spinner_ == nullptr) {
     spinner_ = &idle;
     const uint32_t seen = wakes_.load(std::memory_order_relaxed);
     mutex_.Unlock();
-    const int64_t until = MonotonicNanos() + idle_spin_ns_;
+    const int64_t until = MonotonicNanos() + poll_ns;
     while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
       std::this_thread::yield();  // on few cores, the thread that wakes us may need this one
     }
     mutex_.Lock();
     spinner_ = nullptr;
+  } else if (held_until_ns > 0) {
+    idle.wake.WaitUntil(mutex_, clock_, absl::FromUnixNanos(held_until_ns));
   } else {
     idle.wake.Wait(mutex_);
   }

@@ -110,7 +110,8 @@ class ThreadedEngine final : public Engine {
   void StreamLoop(int stream);
   void TimerLoop();
   Batch* Next(int stream, Batch* given_back);
-  void Sleep(Idle& idle, bool spin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* Borrow(const Job& job, int* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Change(absl::FunctionRef<void(int64_t now_ns)> change);
   void Wake(int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -53,7 +53,7 @@ WaitingJobs::WaitingJobs(const EngineOptions& options, const SliceRules& rules, 
       max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
       rules_(rules),
       costs_(costs),
-      lanes_(static_cast<size_t>(devices) + 2) {}
+      lanes_(static_cast<size_t>(devices) + 3) {}
 
 Kind* WaitingJobs::KindOf(const KindKey& key) {
   auto it = kinds_.find(key);
@@ -82,7 +82,7 @@ Length WaitingJobs::LengthOf(const JobSpec& spec, double cost_ns, double row_ns)
 
 WaitingJobs::Lanes& WaitingJobs::LanesOf(const BatchKey& key) {
   if (key.device != kAnyDevice) return lanes_[static_cast<size_t>(key.device)];
-  return lanes_[lanes_.size() - (IsSharded(key) ? 2 : 1)];
+  return lanes_[lanes_.size() - (IsSharded(key) ? 3 : key.head != nullptr ? 2 : 1)];
 }
 
 // Estimates the job's cost, gives it its place in the order, and queues it.
@@ -103,6 +103,7 @@ void WaitingJobs::Add(Job* job, int64_t now_ns) {
   const bool first = queue->jobs.top() == nullptr;
   queue->jobs.Push(job);
   queue->rows += spec.rows();
+  ++queue->count;
   if (queue->due) {
     PutInLane(job);
   } else if (max_batch_delay_ns_ == 0 || queue->rows >= options_.max_batch_rows ||
@@ -142,6 +143,7 @@ void WaitingJobs::Remove(Job* job) {
   all_.Remove(job);
   queue->jobs.Remove(job);
   queue->rows -= job->spec().rows();
+  --queue->count;
   if (queue->due) LanesOf(job->spec().key)[static_cast<size_t>(queue->length)].Remove(job);
   if (queue->jobs.top() != nullptr) return;
   by_due_.erase({queue->due_ns, queue});
@@ -151,7 +153,7 @@ void WaitingJobs::Remove(Job* job) {
 Job* WaitingJobs::First(int device, absl::FunctionRef<bool(const Job&)> may) {
   Job* first = nullptr;
   const size_t all = lanes_.size();
-  for (const size_t of : {static_cast<size_t>(device), all - 2, all - 1}) {
+  for (const size_t of : {static_cast<size_t>(device), all - 3, all - 2, all - 1}) {
     for (const FairHeap<Job, LaneLinks>& lane : lanes_[of]) {
       Job* const job = lane.top();
       if (job == nullptr || !may(*job)) continue;

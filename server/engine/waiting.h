@@ -53,6 +53,7 @@ struct KeyQueue {
   Length length = Length::kShort;
   FairHeap<Job, QueueLinks> jobs;
   int64_t rows = 0;
+  int count = 0;  // of jobs
   // Its jobs are in their lane. Otherwise they will be from `due_ns` on.
   bool due = false;
   int64_t due_ns = 0;
@@ -61,8 +62,9 @@ struct KeyQueue {
 // Jobs of one key and priority.
 struct Kind {
   KindKey key;
-  double row_ns = 0;                      // a row's time on a stream, as estimated; 0: unknown
-  bool has_run = false;                   // the estimate is not only that of other kinds
+  double row_ns = 0;     // a row's time on a stream, as estimated; 0: unknown
+  bool has_run = false;  // the estimate is not only that of other kinds
+  double head_ns = 0;    // kernels of its last batches that read a head once; 0: there was none
   std::array<KeyQueue, kLengths> queues;  // by Length
   int batches = 0;                        // that have begun
 };
@@ -124,7 +126,8 @@ class WaitingJobs {
   const SliceRules rules_;
   const Costs& costs_;
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_;
-  std::vector<Lanes> lanes_;  // of each device's own jobs, then those of sharded heads, then others
+  // Of each device's own jobs, then those of sharded heads, of other heads, and the rest.
+  std::vector<Lanes> lanes_;
   std::set<std::pair<int64_t, KeyQueue*>> by_due_;  // queues that are not due
   JobList all_;
   FairClock clock_;

@@ -45,9 +45,9 @@ const engine::OpTraits kCrossEntropyTraits = {
     .name = "cross_entropy",
     .inputs = kInputs,
     .outputs = kOutputs,
-    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.CrossEntropy(ArgsOf(batch));
-    }};
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.CrossEntropy(ArgsOf(batch)); },
+    .rows_apart = true};
 
 const engine::OpTraits kLinearCrossEntropyTraits = {
     .name = "linear_cross_entropy",

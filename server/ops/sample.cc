@@ -27,9 +27,9 @@ const engine::OpTraits kSampleTraits = {
     .name = "sample",
     .inputs = kSampleInputs,
     .outputs = kSampleOutputs,
-    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.Sample(SampleArgsOf(batch));
-    }};
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.Sample(SampleArgsOf(batch)); },
+    .rows_apart = true};
 
 const engine::OpTraits kLinearSampleTraits = {
     .name = "linear_sample",

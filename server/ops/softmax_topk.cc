@@ -29,9 +29,9 @@ const engine::OpTraits kSoftmaxTopKTraits = {
     .name = "softmax_topk",
     .inputs = kInputs,
     .outputs = kOutputs,
-    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.SoftmaxTopK(ArgsOf(batch));
-    }};
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.SoftmaxTopK(ArgsOf(batch)); },
+    .rows_apart = true};
 
 const engine::OpTraits kLinearTopKTraits = {
     .name = "linear_topk",

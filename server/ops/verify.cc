@@ -28,8 +28,11 @@ absl::Status EnqueueVerify(Stream& stream, const engine::BatchView& batch) {
 
 }  // namespace
 
-const engine::OpTraits kVerifyTraits = {
-    .name = "verify", .inputs = kInputs, .outputs = kOutputs, .enqueue = &EnqueueVerify};
+const engine::OpTraits kVerifyTraits = {.name = "verify",
+                                        .inputs = kInputs,
+                                        .outputs = kOutputs,
+                                        .enqueue = &EnqueueVerify,
+                                        .rows_apart = true};
 
 VerifyRequest VerifyRows::Request(int64_t vocab) const {
   return {.sample = sample.Request(vocab),

@@ -326,6 +326,39 @@ TEST(EngineTest, TimesBelongToTheJobAndItsBatch) {
   EXPECT_EQ(harness.job("a").times().batch_rows, 1);
 }
 
+TEST(EngineTest, OnTheHostSteadyRowsAreReadWhereTheyLie) {
+  FakeBackend backend({.backend = "fake", .name = "fake", .is_host = true});
+  EngineOptions options = SmallOptions();
+  options.max_slice = absl::Milliseconds(2);
+  auto engine = Engine::Create(&backend, options, nullptr, [](const absl::Status&) {});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const auto submit = [&](TestJob::Shape shape) {
+    auto job = std::make_shared<TestJob>(shape);
+    (*engine)->Submit(job);
+    return job;
+  };
+  backend.Hold();
+  const auto runs = submit({.tag = 'x'});
+  backend.WaitForOps(1);
+  const auto steady = submit({.tag = 'a', .rows = 3, .placed = true, .steady = true});
+  const auto others_write = submit({.tag = 'b', .rows = 2, .placed = true});
+  const auto sent = submit({.tag = 'c', .rows = 2});
+  backend.Release();
+  for (const auto& job : {runs, steady, others_write, sent}) {
+    EXPECT_TRUE(job->Wait().ok());
+    EXPECT_FALSE(job->misused());
+  }
+  ASSERT_EQ(backend.log().size(), 2u);
+  EXPECT_EQ(backend.log()[1].gathered_bytes, 2u * 4 * 4) << "only what others may write";
+  // A long job, in several slices.
+  backend.SetRowTime(std::chrono::milliseconds(1));
+  EXPECT_TRUE(submit({.tag = 'd', .rows = 5, .placed = true, .steady = true})->Wait().ok());
+  const auto longer = submit({.tag = 'e', .rows = 40, .placed = true, .steady = true});
+  EXPECT_TRUE(longer->Wait().ok());
+  EXPECT_FALSE(longer->misused());
+  EXPECT_GT(backend.log().size(), 4u);
+}
+
 TEST(EngineTest, WaitIdleGivesUpAtItsDeadline) {
   Harness harness(SmallOptions());
   EXPECT_TRUE(harness.engine().WaitIdle(absl::InfinitePast()));

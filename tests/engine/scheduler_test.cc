@@ -52,7 +52,7 @@ class World {
   World(int devices, int streams, int slabs_per_stream,
         absl::Duration max_batch_delay = absl::ZeroDuration())
       : options_(Options(streams, slabs_per_stream, max_batch_delay)),
-        slabs_(static_cast<size_t>(devices * streams * slabs_per_stream)),
+        slabs_(static_cast<size_t>(devices * streams * slabs_per_stream), Slab{.device = &memory_}),
         scheduler_(options_, kRules, devices, slabs_, costs_),
         running_(static_cast<size_t>(devices * streams)),
         devices_(devices) {
@@ -69,12 +69,14 @@ class World {
     Priority priority = Priority::kInteractive;
     absl::Duration time = absl::InfiniteDuration();
     bool whole = false;
+    const Head* head = nullptr;
   };
   int Submit(const Shape& shape) {
     JobSpec spec;
     spec.key = {.op = &kDigest,
                 .dtype = DType::kF32,
                 .row_elements = shape.row_elements,
+                .head = shape.head,
                 .device = shape.device};
     spec.counts[kRowAxis] = shape.rows;
     spec.caller = {.id = shape.caller, .priority = shape.priority};
@@ -103,9 +105,9 @@ class World {
     Batch* const batch = std::exchange(running_[static_cast<size_t>(stream)], nullptr);
     if (batch == nullptr) return;
     Progress& progress = batch->progress;
-    if (!std::exchange(progress.begun, true)) progress.end_row = batch->rows;
+    progress.begun = true;
     const int64_t rows =
-        RowsOfSlice(batch->key, batch->whole, progress.end_row - progress.next_row, kRowNs, kRules);
+        RowsOfSlice(batch->key, batch->whole, batch->rows - progress.next_row, kRowNs, kRules);
     progress.next_row += rows;
     progress.rows_run += rows;
     progress.slice_rows = rows;
@@ -113,7 +115,7 @@ class World {
     progress.times.kernel_ns += progress.slice_ns;
     progress.kind_row_ns = kRowNs;
     progress.finished = 0;
-    progress.done = progress.next_row == progress.end_row;
+    progress.done = progress.next_row == batch->rows;
     for (Slot& slot : batch->slots) {
       if (!progress.done || slot.job == nullptr) continue;
       JobTimes times;
@@ -129,9 +131,7 @@ class World {
   }
 
   void Cancel(int id) { scheduler_.Cancel(jobs_[static_cast<size_t>(id)].get()); }
-  void Advance(absl::Duration by) {
-    now_ns_ += absl::ToInt64Nanoseconds(by);
-  }
+  void Advance(absl::Duration by) { now_ns_ += absl::ToInt64Nanoseconds(by); }
   void Expire() { scheduler_.Expire(now()); }
   void Lose(int device) {
     if (scheduler_.running().lost(device)) return;
@@ -204,6 +204,8 @@ class World {
   void Check(const Batch& batch, int device) {
     ASSERT_EQ(batch.device, device);
     ASSERT_GT(batch.live, 0);
+    ASSERT_TRUE(batch.slots.size() == 1 || !batch.progress.begun)
+        << "several jobs in several slices";
     std::set<const void*> kinds;
     for (const Slot& slot : batch.slots) {
       if (slot.job == nullptr) continue;
@@ -215,6 +217,7 @@ class World {
   }
 
   EngineOptions options_;
+  std::byte memory_ = {};  // of a device, not of the host
   const std::vector<Slab> slabs_;
   Costs costs_;
   Scheduler scheduler_;
@@ -291,6 +294,56 @@ TEST(SchedulerTest, ADeadlineThatPassesEndsAJobWhereverItIs) {
               absl::StatusCode::kDeadlineExceeded);
   }
   EXPECT_TRUE(world.scheduler().idle());
+}
+
+// Jobs on a head, of which one runs.
+class HeldTest : public ::testing::Test {
+ protected:
+  HeldTest() {
+    world_.Submit({.head = head_.get()});
+    world_.Run();  // the head's kernels take kRowNs
+    world_.Submit({.head = head_.get()});
+    EXPECT_TRUE(world_.Take(0));
+  }
+  void SubmitJobs(int jobs, absl::Duration time = absl::InfiniteDuration()) {
+    for (int i = 0; i < jobs; ++i) world_.Submit({.time = time, .head = head_.get()});
+  }
+
+  FakeBackend backend_;
+  const std::shared_ptr<const Head> head_ = MakeHead({&backend_}, 1);
+  World world_{1, 2, 2};
+};
+
+TEST_F(HeldTest, ThreeJobsAreHeldUntilTheKernelsEnd) {
+  SubmitJobs(2);
+  EXPECT_FALSE(world_.Take(1));
+  EXPECT_EQ(world_.scheduler().held_until_ns(), absl::ToUnixNanos(world_.now()) + kRowNs);
+  world_.Advance(absl::Nanoseconds(kRowNs));
+  EXPECT_TRUE(world_.Take(1));
+}
+
+TEST_F(HeldTest, TwoJobsAreNot) {
+  SubmitJobs(1);
+  EXPECT_TRUE(world_.Take(1));
+}
+
+TEST_F(HeldTest, NorAreThoseThatWouldMissTheirDeadline) {
+  SubmitJobs(3, absl::Nanoseconds(kRowNs));
+  EXPECT_TRUE(world_.Take(1));
+}
+
+TEST_F(HeldTest, OtherWorkGoesOn) {
+  SubmitJobs(3);
+  world_.Submit({});
+  EXPECT_TRUE(world_.Take(1));
+  EXPECT_EQ(world_.scheduler().waiting(), 3);
+}
+
+TEST_F(HeldTest, ItEndsWithTheBatchThatRan) {
+  SubmitJobs(3);
+  EXPECT_FALSE(world_.Take(1));
+  world_.EndSlice(0);
+  EXPECT_TRUE(world_.Take(1));
 }
 
 // Every job ends once, whatever happens in whatever order, and nothing stays behind.

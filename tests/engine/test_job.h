@@ -159,7 +159,7 @@ inline absl::Status RunDigest(Stream& stream, const BatchView& batch) {
     for (int64_t r = 0; r < batch.rows(); ++r) {
       if (params[r].tag == 0) continue;
       Require(params[r].entries <= batch.max_row_entries, "max_row_entries is too small");
-      const std::byte* row = batch.payload + static_cast<size_t>(r) * batch.row_stride;
+      const std::byte* row = RowData(batch.Payload(), r);
       sums[r] = Checksum(row, row_bytes);
       tags[r] = params[r].tag;
       if (batch.head != nullptr) tags[r] += static_cast<uint32_t>(batch.head->scale);
@@ -179,8 +179,11 @@ inline constexpr Array kDigestInputs[] = {{kDigestRows, sizeof(DigestRow)},
 inline constexpr Array kDigestOutputs[] = {{kDigestRows, sizeof(uint64_t)},
                                            {kDigestEntries, sizeof(uint32_t)},
                                            {kDigestRows, sizeof(uint32_t)}};
-inline constexpr OpTraits kDigest = {
-    .name = "digest", .inputs = kDigestInputs, .outputs = kDigestOutputs, .enqueue = &RunDigest};
+inline constexpr OpTraits kDigest = {.name = "digest",
+                                     .inputs = kDigestInputs,
+                                     .outputs = kDigestOutputs,
+                                     .enqueue = &RunDigest,
+                                     .rows_apart = true};
 inline constexpr const OpTraits* kTestOps[] = {&kDigest};
 
 // Small slabs, so that tests can fill them, and one stream, so that they can keep it busy.
@@ -209,6 +212,7 @@ class TestJob final : public CheckedJob {
     bool whole = false;
     // The rows lie elsewhere, with space between; only `device`, if there is one, can read them.
     bool placed = false;
+    bool steady = false;  // RowsPlace::steady
     int device = kAnyDevice;
   };
 
@@ -308,7 +312,8 @@ class TestJob final : public CheckedJob {
               .row_stride = stride,
               .row_bytes = row_bytes,
               .rows = shape_.rows,
-              .on_device = true};
+              .on_device = true,
+              .steady = shape_.steady};
   }
 
   const Shape shape_;

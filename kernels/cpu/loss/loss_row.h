@@ -53,11 +53,10 @@ inline LossRow LossRowAt(const CrossEntropyArgs& args, int64_t r, LossScratch& s
                          int64_t slots, int64_t slot) {
   const TensorView& logits = args.logits;
   const CrossEntropyRow& ask = args.rows[r];
-  const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   const int64_t cells = CellCount(logits.cols);
   LossRow row;
   row.vocab = logits.cols;
-  row.sent = {.logits = static_cast<const std::byte*>(logits.data) + offset,
+  row.sent = {.logits = RowData(logits, r),
               .dtype = logits.dtype,
               .vocab = logits.cols,
               .temperature = 1,

@@ -75,10 +75,9 @@ inline RowRead PlanRead(const SampleArgs& args, int64_t r, int64_t slots, int64_
                         RowMemory& memory, SampleScratch& scratch, Patch* patches) {
   const SampleRow& ask = args.rows[r];
   const TensorView& logits = args.logits;
-  const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
   const int64_t vocab = logits.cols;
   RowRead read;
-  read.rows.raw = {.logits = static_cast<const std::byte*>(logits.data) + offset,
+  read.rows.raw = {.logits = RowData(logits, r),
                    .dtype = logits.dtype,
                    .vocab = vocab,
                    .temperature = 1,

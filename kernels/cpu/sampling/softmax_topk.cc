@@ -215,8 +215,7 @@ ThreadScratch& ScratchOfThisThread() {
 
 Row RowAt(const SoftmaxTopKArgs& args, int64_t r) {
   const TensorView& logits = args.logits;
-  const size_t offset = static_cast<size_t>(r * logits.row_stride) * SizeOf(logits.dtype);
-  return {.logits = static_cast<const std::byte*>(logits.data) + offset,
+  return {.logits = RowData(logits, r),
           .dtype = logits.dtype,
           .vocab = logits.cols,
           .temperature = args.rows[r].temperature};

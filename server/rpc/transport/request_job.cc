@@ -140,6 +140,7 @@ engine::RowsPlace RequestJob::PlaceOf(const Payload& payload) const {
   if (payload.arena == nullptr) {
     place.data = message_.bytes.data() + payload.range.offset;
     place.row_stride = payload.row_bytes;
+    place.steady = true;
   } else {
     place.data = payload.arena->address() + payload.arena_offset;
     place.row_stride = static_cast<size_t>(payload.arena_stride);
