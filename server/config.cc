@@ -548,7 +548,7 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "Rows of one batch, and of the largest request; only bytes bound the rows of attention");
   AddDuration(app, "--max-batch-delay", &config->max_batch_delay, absl::ZeroDuration(),
               /*infinite=*/false,
-              "Maximum time an open batch waits for more requests while a stream is idle");
+              "Longest time that a request waits for others of its kind while a stream is idle");
   AddHeads(
       app, "--head", &config->heads,
       "An output head to load at start, from a safetensors file or a model folder. vocab: rows to "

@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -56,9 +55,7 @@ struct Slot {
   int64_t first_row = 0;
   int64_t rows = 0;
   Caller caller;
-  double cost_ns = 0;  // as estimated when the job was submitted
-  // The job's counts on each axis, if it ended between slices: its elements keep their places.
-  std::unique_ptr<const AxisCounts> left;
+  double cost_ns = 0;    // as estimated when the job was submitted
   bool has_run = false;  // all of its rows
 };
 
@@ -91,8 +88,8 @@ struct Progress {
 
 struct KeyQueue;
 
-// Guarded by the engine's lock, except while kRunning: then `slots` and `progress` belong to the
-// stream that took it.
+// Guarded by the engine's lock, except while kRunning: then `slots`, `row_data` and `progress` belong
+// to the stream that took it.
 struct Batch {
   enum class State : uint8_t {
     kFree,
@@ -124,7 +121,7 @@ struct Batch {
   int gone = 0;       // of these, those whose caller has left while it ran
   bool kept = false;  // the job keeps the answer
   bool slow = false;  // while kRunning: its slice may take longer than kSlowSlice
-  // While kRunning: no job has a caller any more. Written under the lock, read by the stream.
+  // While kRunning: every job's caller has left, or is late. Written under the lock, read by the stream.
   std::atomic<bool> abandoned = false;
   std::vector<Slot> slots;
   std::vector<const void*> row_data;  // of all rows, where the op reads them apart; else empty

@@ -51,7 +51,7 @@ struct EngineOptions {
 // A batch of which a stream runs a slice.
 struct RunningBatch {
   std::string_view op;
-  int64_t rows;  // those of dropped jobs included
+  int64_t rows;
   absl::Duration age;
   int device;  // as Devices counts them
 };
@@ -80,7 +80,7 @@ class Engine {
   // Runs the job: it waits until a stream is free, shares a batch with others of its key, and is Done.
   // Done runs exactly once, possibly before Submit returns, with OK or
   //
-  //   DEADLINE_EXCEEDED  the deadline passed before its last slice began
+  //   DEADLINE_EXCEEDED  the deadline passed before its last slice ended
   //   CANCELLED          Cancel came before its last slice ended
   //   UNAVAILABLE        a device failed for its batch, none is left, or the engine has stopped
   //   INVALID_ARGUMENT   the job can never run: see CheckFits
@@ -104,7 +104,7 @@ class Engine {
   // engine has counted. Done has run by then, unless the job goes on in another slice.
   virtual void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) = 0;
 
-  // The caller of `job` is gone. If its batch does not run, its rows are dropped, and
+  // The caller of `job` is gone. If the job waits or is between two slices, it ends, and
   // Done(CANCELLED) runs in this call or soon after on another thread. Otherwise that happens after
   // the slice. A slice in which no job has a caller any more is cut short where the device can.
   virtual void Cancel(const Job& job) = 0;

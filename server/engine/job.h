@@ -70,7 +70,7 @@ consteval std::array<Array, sizeof...(T)> ArraysOf(Kind<T>... typed) {
 // the slice's first row. Arrays of other axes are those of the whole batch.
 struct BatchView {
   DType dtype;
-  AxisCounts counts;  // rows: of the slice, those of dropped jobs included; others: of the batch
+  AxisCounts counts;  // rows: of the slice; others: of the batch
   int64_t first_row;  // the slice's first row, counted from the batch's
   int64_t row_elements;
   size_t row_stride;  // bytes: a multiple of 16, or exactly a row where the op is exclusive

@@ -16,8 +16,8 @@
 namespace logitd::engine {
 namespace {
 
-// Payload of dropped jobs between rows that run is not uploaded if there is at least this much of
-// it: a second copy costs about as much as this takes on the bus.
+// What lies in the slab between two parts that are uploaded is not uploaded if it is at least this
+// much: a second copy costs about as much as this takes on the bus.
 constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
 
 // The first slice of a kind that never ran.

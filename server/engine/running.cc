@@ -1,6 +1,7 @@
 #include "server/engine/running.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "server/engine/waiting.h"
 
@@ -13,11 +14,11 @@ RunningBatches::RunningBatches(const EngineOptions& options, const SliceRules& r
       on_host_(!slabs.empty() && slabs.front().host == slabs.front().device),
       devices_(static_cast<size_t>(devices)),
       batches_(slabs.size()),
+      slabs_of_each_(static_cast<int>(slabs.size()) / devices),
       devices_left_(devices) {
-  const size_t of_each = slabs.size() / devices_.size();
   for (size_t i = 0; i < slabs.size(); ++i) {
     batches_[i].slab = slabs[i];
-    batches_[i].device = static_cast<int>(i / of_each);
+    batches_[i].device = static_cast<int>(i) / slabs_of_each_;
     ++DeviceOf(batches_[i]).free;
   }
 }
@@ -39,8 +40,10 @@ bool RunningBatches::MayBegin(int device, const Job& job) const {
   if (at.lost || at.free == 0) return false;
   if (IsSharded(queue.kind->key.key) && (sharding_ || device != 0)) return false;
   if (queue.length == Length::kSlow && !MayBeSlow(device)) return false;
-  return at.free > 1 || at.at_work == 0 ||
-         (queue.length == Length::kShort && queue.kind->key.priority == Priority::kInteractive);
+  if (at.free > 1 || at.at_work == 0) return true;
+  if (queue.kind->key.priority == Priority::kBatch) return false;
+  if (slabs_of_each_ == 2) return job.place_.cost_ns <= absl::ToDoubleNanoseconds(kSlowSlice);
+  return queue.length == Length::kShort;
 }
 
 // The kernels of a batch that is taken `head_ns` after another one begin when those of that end: both take
@@ -48,7 +51,11 @@ bool RunningBatches::MayBegin(int device, const Job& job) const {
 int64_t RunningBatches::HeldUntil(int device, const Job& job) const {
   const KeyQueue& queue = *job.place_.queue;
   const Head* const head = queue.kind->key.key.head;
-  if (on_host_ || head == nullptr || IsSharded(queue.kind->key.key)) return 0;
+  // Rows beyond one read of the head gain nothing by more of them.
+  if (on_host_ || head == nullptr || IsSharded(queue.kind->key.key) ||
+      queue.rows >= rules_.linear_rows) {
+    return 0;
+  }
   int64_t until = 0;
   for (const Batch& other : batches_) {
     if (other.state != Batch::State::kRunning || other.device != device || other.key.head != head ||
@@ -60,7 +67,7 @@ int64_t RunningBatches::HeldUntil(int device, const Job& job) const {
     until = std::max(until, other.taken_ns + static_cast<int64_t>(head_ns));
   }
   const int64_t latest =
-      absl::ToUnixNanos(job.spec().deadline) - static_cast<int64_t>(queue.kind->head_ns);
+      absl::ToUnixNanos(queue.first_deadline) - static_cast<int64_t>(queue.kind->head_ns);
   return std::min(until, latest);
 }
 
@@ -108,8 +115,9 @@ void RunningBatches::BeginSlice(Batch* batch) {
 void RunningBatches::EndSlice(Batch* batch) {
   batch->state = Batch::State::kPaused;
   if (batch->sharded) sharding_ = false;
-  slow_ -= batch->slow ? 1 : 0;
-  DeviceOf(*batch).slow -= batch->slow ? 1 : 0;
+  if (!batch->slow || lost(batch->device)) return;
+  --slow_;
+  --DeviceOf(*batch).slow;
 }
 
 void RunningBatches::End(Batch* batch) {
@@ -121,7 +129,9 @@ void RunningBatches::End(Batch* batch) {
 }
 
 bool RunningBatches::Keep(Batch* batch) {
-  if (kept_ >= usable_slabs() - int64_t{options_.streams} * devices_left_) return false;
+  Device& device = DeviceOf(*batch);
+  if (device.kept >= slabs_of_each_ - options_.streams) return false;
+  ++device.kept;
   ++kept_;
   batch->kept = true;
   return true;
@@ -130,6 +140,7 @@ bool RunningBatches::Keep(Batch* batch) {
 // An answer that is dropped while its batch runs leaves the slab to End.
 void RunningBatches::TakeBack(Batch* batch) {
   batch->kept = false;
+  --DeviceOf(*batch).kept;
   --kept_;
   if (batch->state != Batch::State::kKept) return;
   batch->state = Batch::State::kFree;
@@ -138,6 +149,7 @@ void RunningBatches::TakeBack(Batch* batch) {
 
 void RunningBatches::Lose(int device) {
   devices_[static_cast<size_t>(device)].lost = true;
+  slow_ -= std::exchange(devices_[static_cast<size_t>(device)].slow, 0);
   --devices_left_;
 }
 

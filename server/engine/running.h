@@ -17,12 +17,13 @@
 namespace logitd::engine {
 
 // A batch gets a slab of the device whose stream begins it, and stays on that device. It runs in
-// slices, and between two slices it waits like any other work, as if it had come later by what it has
-// had.
+// slices, and between two slices it waits like any other work. Its priority drops by the time it has
+// already run.
 //
 // Room for short work. While a device is at work, its last free slab is only for short interactive
-// jobs. Slices that may take longer than kSlowSlice never run on all streams of a device at the same
-// time, if it has several, nor on all streams of all devices.
+// jobs; of two slabs, for interactive jobs up to kSlowSlice. Work that is expected to take slices longer
+// than kSlowSlice does not begin one on the last free stream of a device, if it has several, nor on the
+// last one of all devices.
 //
 // Sharded heads. A batch on one runs on all devices together, and counts as work of the first. One
 // slice of them runs at a time. When any device is lost, all work on sharded heads ends.
@@ -30,8 +31,8 @@ namespace logitd::engine {
 // Heads. A batch of few rows reads all weights of its head and takes as long with 64 rows as with one:
 // 150 us on an H100, where two at the same time take 200. So where there are more jobs than streams to
 // run them, the next batch on the head of one that runs is held until the kernels that run are about to
-// end. Not where that would take longer than kMostHeld, nor past the time at which the first job's own
-// kernels must begin to meet its deadline. 64 rings make 1.15 to 1.25 times as many calls so, 3 rings
+// end. It is not held for longer than kMostHeld, nor past the time at which its own kernels must begin to
+// meet a job's deadline. With it 64 rings make 1.15 to 1.25 times as many calls as without it, 3 rings
 // 0.92 times (bench/results/h200/latency.json).
 //
 // Not thread-safe.
@@ -41,13 +42,13 @@ class RunningBatches {
   // A batch is not held if it and the one that runs have fewer jobs than this.
   static constexpr int kHeldJobs = 3;
 
-  // As many slabs of each device, those of a device one after another.
+  // `slabs`: the same number for each device, in the order of devices.
   RunningBatches(const EngineOptions& options, const SliceRules& rules, int devices,
                  const std::vector<Slab>& slabs);
 
-  // Whether some device that is not lost can run jobs of this key.
+  // True: some device that is not lost can run jobs of this key.
   bool CanRun(const BatchKey& key) const;
-  // Whether the device may begin a batch with this job now.
+  // True: the device may begin a batch with this job now.
   bool MayBegin(int device, const Job& job) const;
   // Until when a batch with this job is held on the device for the kernels of another one on its head.
   // 0: it is not.
@@ -63,13 +64,14 @@ class RunningBatches {
   // The batch's jobs have all ended. Its slab is free, or kept by the answer.
   void End(Batch* batch);
 
-  // Whether the answer may keep the batch's slab: as many as streams always stay for others.
+  // False: the answer may not keep the batch's slab. Each device has as many for others as it has
+  // streams.
   bool Keep(Batch* batch);
   void TakeBack(Batch* batch);
 
   void Lose(int device);
   bool lost(int device) const { return devices_[static_cast<size_t>(device)].lost; }
-  // Whether the device of the batch, or one of them, is lost.
+  // True: the device of the batch, or one of a sharded batch's, is lost.
   bool IsLost(const Batch& batch) const;
 
   void ForEach(Batch::State state, absl::FunctionRef<void(Batch*)> visit);
@@ -84,6 +86,7 @@ class RunningBatches {
     int free = 0;     // slabs
     int at_work = 0;  // batches that run, or wait for their next slice
     int slow = 0;     // slices that may take longer than kSlowSlice
+    int kept = 0;     // slabs that answers keep
   };
 
   Device& DeviceOf(const Batch& batch) { return devices_[static_cast<size_t>(batch.device)]; }
@@ -95,6 +98,7 @@ class RunningBatches {
   const bool on_host_;  // device memory is host memory
   std::vector<Device> devices_;
   std::vector<Batch> batches_;
+  const int slabs_of_each_;
   int devices_left_;
   int slow_ = 0;
   int64_t kept_ = 0;       // slabs

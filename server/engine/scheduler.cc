@@ -62,18 +62,21 @@ bool Scheduler::HasWork(int device, int64_t now_ns) {
 }
 
 Batch* Scheduler::Take(int device, int64_t now_ns) {
-  if (const absl::Time now = absl::FromUnixNanos(now_ns); next_expiry_ <= now) Expire(now);
-  const Choice choice = Choose(device, now_ns);
-  Batch* batch = choice.paused;
-  if (choice.first != nullptr) {
-    batch = running_.FreeBatch(device);
-    waiting_.Fill(batch, choice.first);
-    batch->taken_ns = now_ns;
+  while (true) {
+    const Choice choice = Choose(device, now_ns);
+    Batch* batch = choice.paused;
+    if (choice.first != nullptr) {
+      batch = running_.FreeBatch(device);
+      JobList late = waiting_.Fill(batch, choice.first, absl::FromUnixNanos(now_ns));
+      while (Job* job = late.PopFront()) End(job, Late(/*begun=*/false));
+      if (batch->live == 0) continue;
+      batch->taken_ns = now_ns;
+    }
+    if (batch == nullptr) return nullptr;
+    running_.BeginSlice(batch);
+    waiting_.clock().Serve(batch->urgency.start);
+    return batch;
   }
-  if (batch == nullptr) return nullptr;
-  running_.BeginSlice(batch);
-  waiting_.clock().Serve(batch->urgency.start);
-  return batch;
 }
 
 void Scheduler::GiveBack(Batch* batch, absl::Time now) {
@@ -155,8 +158,8 @@ void Scheduler::EndPaused(Batch* batch, absl::Status status) {
   running_.End(batch);
 }
 
-// The same, if the job's caller has left, its deadline has passed, the device is lost or the engine is
-// closed.
+// Ends a paused batch if the job's caller has left, its deadline has passed, the device is lost or the
+// engine is closed.
 void Scheduler::EndBetweenSlices(Batch* batch, absl::Time now) {
   const Job& job = *batch->slots.front().job;
   if (IsGone(job)) {

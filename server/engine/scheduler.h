@@ -28,12 +28,12 @@ namespace logitd::engine {
 //
 // A job that ends without that (its caller has left, its deadline has passed, its device is lost, the
 // engine is closed, it can never run) is handed out by TakeEnded: at once if it waits or is between
-// two slices, else after the slice.
+// two slices, else after the slice. If that was the last one, the stream has ended it.
 //
-// Not thread-safe: one lock, the engine's. Calls spec() of jobs, and nothing else of them.
+// Not thread-safe: one lock, the engine's. Under it only spec() of jobs is called.
 class Scheduler {
  public:
-  // As many slabs of each device, those of a device one after another. All outlive this.
+  // `slabs`: the same number for each device, in the order of devices. All outlive this.
   Scheduler(const EngineOptions& options, const SliceRules& rules, int devices,
             const std::vector<Slab>& slabs, const Costs& costs);
 
@@ -46,12 +46,13 @@ class Scheduler {
   Batch* Take(int device, int64_t now_ns);
   // Whether Take finds something.
   bool HasWork(int device, int64_t now_ns);
-  // When the device may begin what the last Take or HasWork found held for a head; 0: nothing was.
+  // Set by Take and HasWork: when the device may begin the work that is held for a head; 0: none is.
   int64_t held_until_ns() const { return held_until_ns_; }
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
   // When Take may find something that it does not find now, if nothing else happens.
   int64_t next_due_ns() const { return waiting_.next_due_ns(); }
+  void MakeDue(int64_t now_ns) { waiting_.MakeDue(now_ns); }
 
   // Ends every job whose deadline has passed.
   void Expire(absl::Time now);

@@ -68,9 +68,9 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       seats_(parts_.streams.size()),
       moved_(options.clock->WhenMoved([this] {
         MutexLock lock(mutex_);
+        for (Idle& idle : idle_) idle.wake.SignalAll();
         timer_wake_.SignalAll();
         all_done_.SignalAll();
-        all_back_.SignalAll();
       })) {
   {
     MutexLock lock(desk_->mutex);
@@ -206,29 +206,35 @@ bool ThreadedEngine::TellEndedUnlocked() {
   return true;
 }
 
-// Wakes a stream if there is work for one: of the device with the most idle streams. A stream that has
-// been called and has not looked yet will call this again.
+// Wakes a stream if there is work for one: the one that polls, else one of the device with the most idle
+// streams. Otherwise one is woken to poll, where a batch is held for its head. A stream that was called
+// and has not looked yet will call this again.
 void ThreadedEngine::Wake(int64_t now_ns) {
   const int64_t timer_at_ns =
       std::min(scheduler_.next_due_ns(), absl::ToUnixNanos(scheduler_.next_expiry()));
   if (timer_at_ns < timer_at_ns_) timer_wake_.Signal();
-  Idle* most = nullptr;
+  Idle* work = nullptr;
+  Idle* held = nullptr;
   for (size_t device = 0; device < idle_.size(); ++device) {
     Idle& idle = idle_[device];
     if (idle.streams == 0) continue;
-    const bool has_work = scheduler_.HasWork(static_cast<int>(device), now_ns);
-    // A stream must be awake when a batch is not held any longer.
-    const bool held = scheduler_.held_until_ns() > 0 && spinner_ != &idle;
-    if (!has_work && !held) continue;
-    if (idle.called) return;
-    if (most == nullptr || idle.streams > most->streams) most = &idle;
+    if (scheduler_.HasWork(static_cast<int>(device), now_ns)) {
+      if (idle.called) return;
+      if (work == nullptr || &idle == spinner_ ||
+          (work != spinner_ && idle.streams > work->streams)) {
+        work = &idle;
+      }
+    } else if (scheduler_.held_until_ns() > 0 && &idle != spinner_ && !idle.called) {
+      held = &idle;
+    }
   }
-  if (most == nullptr) return;
-  most->called = true;
-  if (most == spinner_) {
+  Idle* const woken = work != nullptr ? work : held;
+  if (woken == nullptr) return;
+  woken->called = true;
+  if (woken == spinner_) {
     wakes_.fetch_add(1, std::memory_order_relaxed);
   } else {
-    most->wake.Signal();
+    woken->wake.Signal();
   }
 }
 
@@ -270,7 +276,10 @@ Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
     const bool again = TellEndedUnlocked();
     if (batch != nullptr) break;
     if (again) continue;
+    // For other streams; this one is about to poll or to sleep.
+    if (!seat.lent) --idle.streams;
     Wake(now_ns);
+    if (!seat.lent) ++idle.streams;
     Publish();
     const int64_t poll_ns = held_until_ns > 0 ? held_until_ns - now_ns : spin ? idle_spin_ns_ : 0;
     Sleep(idle, seat.lent ? 0 : poll_ns, held_until_ns);
@@ -310,6 +319,7 @@ void ThreadedEngine::TimerLoop() {
   while (!stopping_) {
     mutex_.Unlock();
     Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      scheduler_.MakeDue(now_ns);
       if (absl::ToUnixNanos(scheduler_.next_expiry()) <= now_ns) {
         scheduler_.Expire(absl::FromUnixNanos(now_ns));
       }

@@ -49,9 +49,9 @@ class SlabPool {
   std::vector<Backend*> owners_;
 };
 
-// Streams are counted over all devices, those of a device one after another. A stream's thread runs near its
-// device. The state is the scheduler's, under one lock; whoever changes it wakes at most one
-// stream, and a stream that takes work wakes the next one if there is more.
+// Streams are counted over all devices, those of a device one after another. A stream's thread runs
+// near its device. The state is the scheduler's, under one lock. A change of it wakes at most one
+// stream. A stream that takes work wakes the next one if there is more.
 class ThreadedEngine final : public Engine {
  public:
   // What the engine runs on. `over_all`: the stream for sharded heads; null: there can be none.

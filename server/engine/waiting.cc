@@ -7,9 +7,6 @@
 namespace logitd::engine {
 namespace {
 
-// Keys kept without a job: clients come back with the vocabulary they had.
-constexpr size_t kMaxIdleKeys = 256;
-
 // What a byte of payload costs, in nanoseconds, where nothing like it has run.
 constexpr double kUnknownByteNs = 1;
 
@@ -58,8 +55,9 @@ WaitingJobs::WaitingJobs(const EngineOptions& options, const SliceRules& rules, 
 Kind* WaitingJobs::KindOf(const KindKey& key) {
   auto it = kinds_.find(key);
   if (it == kinds_.end()) {
-    if (kinds_.size() >= kMaxIdleKeys) {
+    if (kinds_.size() >= forget_at_) {
       absl::erase_if(kinds_, [](const auto& entry) { return IsIdle(*entry.second); });
+      forget_at_ = std::max(kMaxIdleKeys, 2 * kinds_.size());
     }
     it = kinds_.emplace(key, std::make_unique<Kind>()).first;
     Kind* kind = it->second.get();
@@ -104,6 +102,7 @@ void WaitingJobs::Add(Job* job, int64_t now_ns) {
   queue->jobs.Push(job);
   queue->rows += spec.rows();
   ++queue->count;
+  queue->first_deadline = std::min(queue->first_deadline, spec.deadline);
   if (queue->due) {
     PutInLane(job);
   } else if (max_batch_delay_ns_ == 0 || queue->rows >= options_.max_batch_rows ||
@@ -148,6 +147,7 @@ void WaitingJobs::Remove(Job* job) {
   if (queue->jobs.top() != nullptr) return;
   by_due_.erase({queue->due_ns, queue});
   queue->due = false;
+  queue->first_deadline = absl::InfiniteFuture();
 }
 
 Job* WaitingJobs::First(int device, absl::FunctionRef<bool(const Job&)> may) {
@@ -163,11 +163,17 @@ Job* WaitingJobs::First(int device, absl::FunctionRef<bool(const Job&)> may) {
   return first;
 }
 
-void WaitingJobs::Fill(Batch* batch, Job* first) {
+JobList WaitingJobs::Fill(Batch* batch, Job* first, absl::Time now) {
   KeyQueue* const queue = first->place_.queue;
+  JobList late;
   batch->Begin(queue);
   for (Job* job = first; job != nullptr; job = queue->jobs.top()) {
     const JobSpec& spec = job->spec();
+    if (spec.deadline <= now) {
+      Remove(job);
+      late.PushBack(job);
+      continue;
+    }
     const int64_t rows = batch->rows + spec.rows();
     const bool one_slice =
         RowsOfSlice(spec.key, /*whole=*/false, rows, queue->kind->row_ns, rules_) == rows;
@@ -176,6 +182,7 @@ void WaitingJobs::Fill(Batch* batch, Job* first) {
     batch->Add(job);
     if (spec.key.op->exclusive_batch) break;
   }
+  return late;
 }
 
 void WaitingJobs::ForEach(absl::FunctionRef<void(Job*)> visit) {

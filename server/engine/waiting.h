@@ -54,6 +54,8 @@ struct KeyQueue {
   FairHeap<Job, QueueLinks> jobs;
   int64_t rows = 0;
   int count = 0;  // of jobs
+  // No job has an earlier deadline.
+  absl::Time first_deadline = absl::InfiniteFuture();
   // Its jobs are in their lane. Otherwise they will be from `due_ns` on.
   bool due = false;
   int64_t due_ns = 0;
@@ -71,7 +73,7 @@ struct Kind {
 
 // Order. By urgency (fair_queue.h): by priority, then fairly by caller, by estimated cost. A batch is
 // the most urgent job and those of its queue that fit beside it, the most urgent first, as far as one
-// slice goes: what waits loses nothing by it. Long jobs of one caller go in the order of their arrival,
+// slice goes. Others lose nothing by waiting. Long jobs of one caller go in the order of their arrival,
 // and so do its short ones.
 //
 // A queue becomes due EngineOptions::max_batch_delay after its first job, or as soon as it fills a
@@ -80,6 +82,8 @@ struct Kind {
 // Not thread-safe.
 class WaitingJobs {
  public:
+  // Keys kept without a job: clients come back with the vocabulary they had.
+  static constexpr size_t kMaxIdleKeys = 256;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   // `costs` outlives this.
@@ -98,14 +102,15 @@ class WaitingJobs {
   // length is looked at. Null: there is none.
   Job* First(int device, absl::FunctionRef<bool(const Job&)> may);
 
-  // Moves `first`, and what fits beside it, into `batch`, which is empty.
-  void Fill(Batch* batch, Job* first);
+  // Moves `first`, and what fits beside it, into `batch`, which is empty. Returns the jobs that were
+  // found late; they wait no longer. If all were late, the batch has none.
+  JobList Fill(Batch* batch, Job* first, absl::Time now);
 
-  // Every job. It may be removed meanwhile.
+  // `visit` may remove its job.
   void ForEach(absl::FunctionRef<void(Job*)> visit);
   int64_t count() const { return all_.size; }
 
-  // Who has had how much.
+  // The time that each caller has had.
   FairClock& clock() { return clock_; }
 
  private:
@@ -126,12 +131,13 @@ class WaitingJobs {
   const SliceRules rules_;
   const Costs& costs_;
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_;
-  // Of each device's own jobs, then those of sharded heads, of other heads, and the rest.
+  // The jobs of each device's own, then those on sharded heads, on other heads, and the rest.
   std::vector<Lanes> lanes_;
   std::set<std::pair<int64_t, KeyQueue*>> by_due_;  // queues that are not due
   JobList all_;
   FairClock clock_;
   uint64_t next_sequence_ = 1;
+  size_t forget_at_ = kMaxIdleKeys;  // kinds, before the next search for idle ones
 };
 
 }  // namespace logitd::engine

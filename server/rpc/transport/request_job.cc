@@ -27,8 +27,7 @@ constexpr size_t kPayloadAlignment = 64;
 constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
 
 // A stream copies rows of host memory from where they lie if they are at least this much, and each
-// run of them at least that long. Less is copied to the slab as soon as the request is there, while
-// other batches run.
+// run of them at least that long. Less is copied to the slab by the stream's thread.
 constexpr size_t kMinPlacedBytes = size_t{64} << 10;
 constexpr size_t kMinPlacedRun = size_t{4} << 10;
 
@@ -176,6 +175,14 @@ absl::Status RequestJob::FindPlaces() {
     LOGITD_RETURN_IF_ERROR(find(input, input.row_bytes));
   }
   FindAnswerPlace();
+  if (engine::IsSharded(spec_.key) && spec_.key.device > 0) {
+    const engine::Devices& devices = environment_.engine->devices();
+    return absl::InvalidArgumentError(
+        absl::StrFormat("shared: got memory of %s, allowed that of %s or of the host for a head "
+                        "that is cut over the "
+                        "devices",
+                        devices.NameOf(spec_.key.device), devices.NameOf(0)));
+  }
   // With one device, rows of every origin share batches.
   if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
   return absl::OkStatus();
