@@ -1,4 +1,4 @@
-// What the engine itself costs for a job: one row of an op that does nothing, on the CPU backend.
+// engine_bench: the engine's own cost of a job. Each job is one row of an op that does nothing, on the CPU backend.
 // Prints processor time and wall time for each job, by jobs in flight. Needs no server.
 #include <sys/resource.h>
 

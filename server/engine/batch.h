@@ -88,8 +88,8 @@ struct Progress {
 
 struct KeyQueue;
 
-// Guarded by the engine's lock, except while kRunning: then `slots`, `row_data` and `progress` belong
-// to the stream that took it.
+// Guarded by the engine's lock, except while kRunning: then `slots`, `row_data` and `progress`
+// belong to the stream that took it.
 struct Batch {
   enum class State : uint8_t {
     kFree,
@@ -121,14 +121,15 @@ struct Batch {
   int gone = 0;       // of these, those whose caller has left while it ran
   bool kept = false;  // the job keeps the answer
   bool slow = false;  // while kRunning: its slice may take longer than kSlowSlice
-  // While kRunning: every job's caller has left, or is late. Written under the lock, read by the stream.
+  // While kRunning: every job's caller has left, or is late. Written under the lock, read by the
+  // stream.
   std::atomic<bool> abandoned = false;
   std::vector<Slot> slots;
   std::vector<const void*> row_data;  // of all rows, where the op reads them apart; else empty
   Progress progress;
 };
 
-// Whether a job of the batch's queue fits beside those it has.
+// True: a job of the batch's queue fits beside those it has.
 bool Fits(const Batch& batch, const JobSpec& spec, const EngineOptions& options);
 
 }  // namespace logitd::engine

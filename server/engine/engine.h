@@ -44,7 +44,7 @@ struct EngineOptions {
   // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake. It also
   // polls while a batch is held for its head (running.h).
   absl::Duration idle_spin = absl::Microseconds(30);
-  // Of deadlines and delays. Outlives the engine.
+  // The clock of deadlines and delays. Outlives the engine.
   Clock* clock = &SteadyClock();
 };
 

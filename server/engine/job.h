@@ -117,8 +117,8 @@ struct OpTraits {
   // hold, and are large enough to fill a device. Its rows lie without padding, and only bytes bound
   // their number.
   bool exclusive_batch = false;
-  // On the host its rows may lie apart, so that it reads them where they came in: for ops on logits,
-  // whose rows are long. See TensorView::row_data.
+  // On the host its rows may lie apart, so that it reads them where they came in: for ops on
+  // logits, whose rows are long. See TensorView::row_data.
   bool rows_apart = false;
 };
 
@@ -205,16 +205,16 @@ struct JobAnswer {
   }
 };
 
-// The place of rows that no thread copies to the slab: memory of the device that runs the batch, or host
-// memory, which is pinned unless the device is the host. The job keeps it until Done.
+// The place of rows that no thread copies to the slab: memory of the device that runs the batch, or
+// host memory, which is pinned unless the device is the host. The job keeps it until Done.
 struct RowsPlace {
   const std::byte* data = nullptr;  // null: the rows are in the slab
   size_t row_stride = 0;            // bytes
   size_t row_bytes = 0;
   int64_t rows = 0;
   bool on_device = false;
-  // Nobody writes them before Done. The host's ops may read such rows there, and others see each byte
-  // once.
+  // Nobody writes them before Done. The host's ops may read such rows there, and others see each
+  // byte once.
   bool steady = false;
 };
 
@@ -227,9 +227,9 @@ class Job {
   // Constant from Submit on.
   virtual const JobSpec& spec() const = 0;
 
-  // Copies the payload to `dst`, row r to dst + r * row_stride, unless it has a place. Once, when its
-  // batch begins, before WriteInputs. A job of an exclusive op also fills inputs that have no place:
-  // they lie where LayOut puts them after the payload.
+  // Copies the payload to `dst`, row r to dst + r * row_stride, unless it has a place. Once, when
+  // its batch begins, before WriteInputs. A job of an exclusive op also fills inputs that have no
+  // place: they lie where LayOut puts them after the payload.
   virtual void CopyRowsTo(std::byte* dst, size_t row_stride) = 0;
 
   // Where the payload lies, then inputs 0, 1, ... of an exclusive op, as far as there are any. What
@@ -239,8 +239,8 @@ class Job {
 
   // Of an exclusive op: where its first output goes, in memory of the device that runs the batch or
   // in pinned host memory, which the job keeps until Done. The first of JobAnswer::outputs is then
-  // unspecified. After an error, or where the caller has left, something may be written there. Null:
-  // the job gets it in JobAnswer. Constant from Submit on.
+  // unspecified. After an error, or where the caller has left, something may be written there.
+  // Null: the job gets it in JobAnswer. Constant from Submit on.
   virtual std::byte* answer_place() const { return nullptr; }
 
   // Writes the job's own slice of each input array, at inputs[i]. In the batch the job's elements
@@ -276,8 +276,8 @@ class Job {
       kInBatch,  // that has begun
       kDone,     // ended, or about to
     };
-    // Written under the engine's lock, except the last step, kDone, which the stream takes before it
-    // gives the batch back.
+    // Written under the engine's lock, except the last step, kDone, which the stream takes before
+    // it gives the batch back.
     std::atomic<State> state = State::kNew;
     bool begun = false;  // it was dropped after a slice of its batch
     // Its caller left while its batch ran: it ends after the slice. Written under the lock.

@@ -16,8 +16,8 @@
 namespace logitd::engine {
 namespace {
 
-// What lies in the slab between two parts that are uploaded is not uploaded if it is at least this
-// much: a second copy costs about as much as this takes on the bus.
+// A gap of the slab between two parts that are uploaded is left out if it is at least this large: a
+// second copy costs about as much as this takes on the bus.
 constexpr size_t kWorthSkippingBytes = size_t{256} << 10;
 
 // The first slice of a kind that never ran.
@@ -33,7 +33,7 @@ void Finish(Batch& batch, Slot& slot, const absl::Status& status, const JobAnswe
   ++batch.progress.finished;
 }
 
-// Where in its array a job's slice starts.
+// The offset in its array at which a job's elements start.
 size_t SliceOffset(const Array& array, const AxisCounts& first) {
   return static_cast<size_t>(first[array.axis]) * array.bytes;
 }
@@ -59,7 +59,7 @@ RowsPlace PlaceOf(const Job& job, size_t index) {
   return index < places.size() ? places[index] : RowsPlace{};
 }
 
-// Whether the host's op can read the job's rows where they lie.
+// True: the host's op can read the job's rows in their own memory.
 bool IsReadable(const BatchKey& key, const RowsPlace& place) {
   const size_t element = SizeOf(key.dtype);
   return place.data != nullptr && place.steady && place.row_stride % element == 0 &&
@@ -147,7 +147,7 @@ class Uploads {
   size_t end_ = 0;
 };
 
-// What the stream copies from its place to `offset` of the slab on the device.
+// Adds the copy of a place to `offset` of the slab on the device.
 void AddCopy(const RowsPlace& place, const Batch& batch, size_t offset, size_t row_stride,
              Copies* copies) {
   copies->push_back({.from = place.data,
@@ -248,7 +248,7 @@ absl::Status Enqueue(Stream& stream, const Batch& batch, const SlabLayout& layou
   return Download(stream, batch, layout);
 }
 
-// What a job gets whose rows have run. Where the batch was abandoned, its answer is not complete.
+// The status of a job whose rows have run. If the batch was abandoned, its answer is not complete.
 absl::Status EndOf(const Batch& batch, const Job& job) {
   const bool abandoned = batch.abandoned.load(std::memory_order_acquire);
   if (Scheduler::IsGone(job)) return absl::CancelledError("cancelled while it ran");
@@ -345,7 +345,7 @@ absl::Status RunSlice(Stream& stream, const SlabLayout& layout, const SliceRules
   progress.times.h2d_ns += device_times->h2d_ns;
   progress.times.kernel_ns += device_times->kernel_ns;
   progress.times.d2h_ns += device_times->d2h_ns;
-  // What was cut short says nothing of its cost.
+  // A slice that was cut short says nothing of its cost.
   if (rows > 0 && !batch.abandoned.load(std::memory_order_relaxed)) {
     progress.row_ns = static_cast<double>(device_times->kernel_ns) / static_cast<double>(rows);
     progress.kind_row_ns =

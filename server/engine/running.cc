@@ -28,7 +28,7 @@ bool RunningBatches::CanRun(const BatchKey& key) const {
   return key.device == kAnyDevice ? devices_left_ > 0 : !lost(key.device);
 }
 
-// Whether one more slice on the device may take longer than kSlowSlice.
+// True: one more slice on the device may take longer than kSlowSlice.
 bool RunningBatches::MayBeSlow(int device) const {
   return devices_[static_cast<size_t>(device)].slow < std::max(1, options_.streams - 1) &&
          slow_ < std::max(1, options_.streams * devices_left_ - 1);
@@ -46,8 +46,8 @@ bool RunningBatches::MayBegin(int device, const Job& job) const {
   return queue.length == Length::kShort;
 }
 
-// The kernels of a batch that is taken `head_ns` after another one begin when those of that end: both take
-// as long to get to the device.
+// The kernels of a batch that is taken `head_ns` after another one begin when those of that end:
+// both take as long to get to the device.
 int64_t RunningBatches::HeldUntil(int device, const Job& job) const {
   const KeyQueue& queue = *job.place_.queue;
   const Head* const head = queue.kind->key.key.head;
@@ -89,7 +89,7 @@ Batch* RunningBatches::Paused(int device) {
   return first;
 }
 
-// Whether the batch's next slice may take longer than kSlowSlice.
+// True: the batch's next slice may take longer than kSlowSlice.
 bool RunningBatches::IsSlow(const Batch& batch) const {
   const Progress& progress = batch.progress;
   const double row_ns = progress.row_ns > 0 ? progress.row_ns : batch.queue->kind->row_ns;

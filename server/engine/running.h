@@ -1,4 +1,4 @@
-// Where work runs: the batches that have begun, and what each device may take on.
+// Batches that have begun, and the limits of what a device may begin.
 #ifndef LOGITD_SERVER_ENGINE_RUNNING_H_
 #define LOGITD_SERVER_ENGINE_RUNNING_H_
 
@@ -17,23 +17,23 @@
 namespace logitd::engine {
 
 // A batch gets a slab of the device whose stream begins it, and stays on that device. It runs in
-// slices, and between two slices it waits like any other work. Its priority drops by the time it has
-// already run.
+// slices, and between two slices it waits like any other work. Its priority drops by the time it
+// has already run.
 //
 // Room for short work. While a device is at work, its last free slab is only for short interactive
-// jobs; of two slabs, for interactive jobs up to kSlowSlice. Work that is expected to take slices longer
-// than kSlowSlice does not begin one on the last free stream of a device, if it has several, nor on the
-// last one of all devices.
+// jobs; of two slabs, for interactive jobs up to kSlowSlice. Work that is expected to take slices
+// longer than kSlowSlice does not begin one on the last free stream of a device, if it has several,
+// nor on the last one of all devices.
 //
 // Sharded heads. A batch on one runs on all devices together, and counts as work of the first. One
 // slice of them runs at a time. When any device is lost, all work on sharded heads ends.
 //
-// Heads. A batch of few rows reads all weights of its head and takes as long with 64 rows as with one:
-// 150 us on an H100, where two at the same time take 200. So where there are more jobs than streams to
-// run them, the next batch on the head of one that runs is held until the kernels that run are about to
-// end. It is not held for longer than kMostHeld, nor past the time at which its own kernels must begin to
-// meet a job's deadline. With it 64 rings make 1.15 to 1.25 times as many calls as without it, 3 rings
-// 0.92 times (bench/results/h200/latency.json).
+// Heads. A batch of few rows reads all weights of its head and takes as long with 64 rows as with
+// one: 150 us on an H100, where two at the same time take 200. So where there are more jobs than
+// streams to run them, the next batch on the head of one that runs is held until the kernels that
+// run are about to end. It is not held for longer than kMostHeld, nor past the time at which its
+// own kernels must begin to meet a job's deadline. With it 64 rings make 1.15 to 1.25 times as many
+// calls as without it, 3 rings 0.92 times (bench/results/h200/latency.json).
 //
 // Not thread-safe.
 class RunningBatches {
@@ -50,7 +50,7 @@ class RunningBatches {
   bool CanRun(const BatchKey& key) const;
   // True: the device may begin a batch with this job now.
   bool MayBegin(int device, const Job& job) const;
-  // Until when a batch with this job is held on the device for the kernels of another one on its head.
+  // The time until which a batch with this job is held for the kernels of another one on its head.
   // 0: it is not.
   int64_t HeldUntil(int device, const Job& job) const;
   // A free slab of a device that may begin a batch.

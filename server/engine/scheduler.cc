@@ -158,8 +158,8 @@ void Scheduler::EndPaused(Batch* batch, absl::Status status) {
   running_.End(batch);
 }
 
-// Ends a paused batch if the job's caller has left, its deadline has passed, the device is lost or the
-// engine is closed.
+// Ends a paused batch if the job's caller has left, its deadline has passed, the device is lost or
+// the engine is closed.
 void Scheduler::EndBetweenSlices(Batch* batch, absl::Time now) {
   const Job& job = *batch->slots.front().job;
   if (IsGone(job)) {
@@ -175,7 +175,8 @@ void Scheduler::EndBetweenSlices(Batch* batch, absl::Time now) {
   }
 }
 
-// A running batch is abandoned when the last of its jobs is late. Each of them ends after the slice.
+// A running batch is abandoned when the last of its jobs is late. Each of them ends after the
+// slice.
 void Scheduler::ExpireRunning(Batch* batch, absl::Time now) {
   if (batch->abandoned) return;
   if (batch->last_deadline <= now) {

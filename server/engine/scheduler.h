@@ -22,13 +22,13 @@
 
 namespace logitd::engine {
 
-// A job waits (waiting.h) until a stream is free. The stream then takes the most urgent work that its
-// device may run (running.h): a batch between two slices, or a new batch of the most urgent job and
-// those that fit beside it. Its last slice ends the batch's jobs.
+// A job waits (waiting.h) until a stream is free. The stream then takes the most urgent work that
+// its device may run (running.h): a batch between two slices, or a new batch of the most urgent job
+// and those that fit beside it. Its last slice ends the batch's jobs.
 //
-// A job that ends without that (its caller has left, its deadline has passed, its device is lost, the
-// engine is closed, it can never run) is handed out by TakeEnded: at once if it waits or is between
-// two slices, else after the slice. If that was the last one, the stream has ended it.
+// A job that ends without that (its caller has left, its deadline has passed, its device is lost,
+// the engine is closed, it can never run) is handed out by TakeEnded: at once if it waits or is
+// between two slices, else after the slice. If that was the last one, the stream has ended it.
 //
 // Not thread-safe: one lock, the engine's. Under it only spec() of jobs is called.
 class Scheduler {
@@ -41,12 +41,13 @@ class Scheduler {
   // Its caller has left.
   void Cancel(Job* job);
 
-  // The work of a free stream of the device: a batch, which belongs to the caller until GiveBack. Null:
-  // there is none.
+  // The work of a free stream of the device: a batch, which belongs to the caller until GiveBack.
+  // Null: there is none.
   Batch* Take(int device, int64_t now_ns);
-  // Whether Take finds something.
+  // True: Take finds something.
   bool HasWork(int device, int64_t now_ns);
-  // Set by Take and HasWork: when the device may begin the work that is held for a head; 0: none is.
+  // Set by Take and HasWork: when the device may begin the work that is held for a head; 0: none
+  // is.
   int64_t held_until_ns() const { return held_until_ns_; }
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
@@ -60,17 +61,17 @@ class Scheduler {
   absl::Time next_expiry() const { return next_expiry_; }
 
   // From here on `device` runs nothing. Jobs of its batches, those that only it can run, and all on
-  // sharded heads, end with UNAVAILABLE and `message`, unless their last slice runs. Other work is not
-  // affected. Not for the last device: see Close.
+  // sharded heads, end with UNAVAILABLE and `message`, unless their last slice runs. Other work is
+  // not affected. Not for the last device: see Close.
   void Lose(int device, std::string_view message, absl::Time now);
-  // From here on every job ends with UNAVAILABLE and `message`, unless its last slice runs. The message
-  // of the first Close stays.
+  // From here on every job ends with UNAVAILABLE and `message`, unless its last slice runs. The
+  // message of the first Close stays.
   void Close(std::string_view message, absl::Time now);
 
   // Jobs that have ended. Tell must be called for each, without the lock, and Told afterwards.
   JobList TakeEnded();
   static void Tell(Job* job, int64_t now_ns);
-  // Whether a slice of the job's batch has run.
+  // True: a slice of the job's batch has run.
   static bool HasBegun(const Job& job) { return job.place_.begun; }
   void Told(int64_t jobs);
 
@@ -78,10 +79,10 @@ class Scheduler {
   // afterwards. Adds queue_ns to `times`.
   static void Finish(Job* job, const absl::Status& status, const JobAnswer& answer,
                      int64_t taken_ns, JobTimes* times);
-  // Whether the caller of a job has left since its batch was taken.
+  // True: the caller of a job has left since its batch was taken.
   static bool IsGone(const Job& job);
 
-  // Whether the job is the only one, waits, and is expected to take no longer than `most`.
+  // True: the job is the only one, it waits, and it is expected to take no longer than `most`.
   bool IsAloneAndBrief(const Job& job, absl::Duration most) const;
 
   bool idle() const { return unfinished_ == 0; }

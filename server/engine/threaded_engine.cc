@@ -102,7 +102,8 @@ absl::Status ThreadedEngine::CheckFits(const JobSpec& spec) const {
 
 // ---- changes of the state
 
-// Runs `change` under the lock; then streams that have work are woken, and jobs that have ended are told.
+// Runs `change` under the lock; then streams that have work are woken, and jobs that have ended are
+// told.
 void ThreadedEngine::Change(absl::FunctionRef<void(int64_t now_ns)> change) {
   const int64_t now_ns = clock_.Nanos();
   JobList ended;
@@ -195,8 +196,8 @@ void ThreadedEngine::TellEnded(JobList ended) {
   if (scheduler_.idle()) all_done_.SignalAll();
 }
 
-// For streams. Tells jobs that have ended, without the lock. False: there were none, and the lock was held
-// all the time.
+// For streams. Tells jobs that have ended, without the lock. False: there were none, and the lock
+// was held all the time.
 bool ThreadedEngine::TellEndedUnlocked() {
   const JobList ended = scheduler_.TakeEnded();
   if (ended.first == nullptr) return false;
@@ -206,9 +207,9 @@ bool ThreadedEngine::TellEndedUnlocked() {
   return true;
 }
 
-// Wakes a stream if there is work for one: the one that polls, else one of the device with the most idle
-// streams. Otherwise one is woken to poll, where a batch is held for its head. A stream that was called
-// and has not looked yet will call this again.
+// Wakes a stream if there is work for one: the one that polls, else one of the device with the most
+// idle streams. Otherwise one is woken to poll, where a batch is held for its head. A stream that
+// was called and has not looked yet will call this again.
 void ThreadedEngine::Wake(int64_t now_ns) {
   const int64_t timer_at_ns =
       std::min(scheduler_.next_due_ns(), absl::ToUnixNanos(scheduler_.next_expiry()));
@@ -252,8 +253,8 @@ void ThreadedEngine::StreamLoop(int stream) {
   while ((batch = Next(stream, batch)) != nullptr) Count(Run(stream, *batch));
 }
 
-// Gives a batch back after a slice (null at first) and waits for the next one, which may be the same.
-// Null: the engine stops, or the device is lost.
+// Gives a batch back after a slice (null at first) and waits for the next one, which may be the
+// same. Null: the engine stops, or the device is lost.
 Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
   const int device = DeviceOf(stream);
   mutex_.Lock();
@@ -293,9 +294,9 @@ Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
   return batch;
 }
 
-// The next request of a busy client comes within microseconds, and a sleeping thread takes longer to
-// wake. So one idle stream polls for `poll_ns` before it sleeps, and while a batch is held for its head,
-// until `held_until_ns`.
+// The next request of a busy client comes within microseconds, and a sleeping thread takes longer
+// to wake. So one idle stream polls for `poll_ns` before it sleeps, and while a batch is held for
+// its head, until `held_until_ns`.
 void ThreadedEngine::Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns) {
   if (poll_ns > 0 && spinner_ == nullptr) {
     spinner_ = &idle;

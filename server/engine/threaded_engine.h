@@ -31,7 +31,7 @@
 
 namespace logitd::engine {
 
-// The same number of slabs of each device. Frees them with it.
+// The slabs of all devices, each with the same number. Frees them at its end.
 class SlabPool {
  public:
   SlabPool() = default;
@@ -54,7 +54,8 @@ class SlabPool {
 // stream. A stream that takes work wakes the next one if there is more.
 class ThreadedEngine final : public Engine {
  public:
-  // What the engine runs on. `over_all`: the stream for sharded heads; null: there can be none.
+  // The engine's devices and memory. `over_all`: the stream for sharded heads; null: there can be
+  // none.
   struct Parts {
     std::shared_ptr<Devices> devices;
     std::unique_ptr<SlabPool> slabs;

@@ -7,7 +7,7 @@
 namespace logitd::engine {
 namespace {
 
-// What a byte of payload costs, in nanoseconds, where nothing like it has run.
+// The cost of a byte of payload, in nanoseconds, where nothing like it has run.
 constexpr double kUnknownByteNs = 1;
 
 bool IsIdle(const Kind& kind) {

@@ -22,8 +22,8 @@
 
 namespace logitd::engine {
 
-// How much of a stream's time a job takes by estimate. kShort: one slice. kLong: several. kSlow: one
-// slice of more than kSlowSlice, because the job may not be cut, or not so often.
+// How much of a stream's time a job takes by estimate. kShort: one slice. kLong: several. kSlow:
+// one slice of more than kSlowSlice, because the job may not be cut, or not so often.
 enum class Length : uint8_t { kShort, kLong, kSlow };
 inline constexpr size_t kLengths = 3;
 
@@ -46,8 +46,8 @@ struct LaneLinks {
   static bool Before(const Job& a, const Job& b) { return a.place_.urgency < b.place_.urgency; }
 };
 
-// Waiting jobs that may share a batch: of one kind and one length, so that a short job never waits for
-// the rows of a long one.
+// Waiting jobs that may share a batch: of one kind and one length, so that a short job never waits
+// for the rows of a long one.
 struct KeyQueue {
   struct Kind* kind = nullptr;
   Length length = Length::kShort;
@@ -71,10 +71,10 @@ struct Kind {
   int batches = 0;                        // that have begun
 };
 
-// Order. By urgency (fair_queue.h): by priority, then fairly by caller, by estimated cost. A batch is
-// the most urgent job and those of its queue that fit beside it, the most urgent first, as far as one
-// slice goes. Others lose nothing by waiting. Long jobs of one caller go in the order of their arrival,
-// and so do its short ones.
+// Order. By urgency (fair_queue.h): by priority, then fairly by caller, by estimated cost. A batch
+// is the most urgent job and those of its queue that fit beside it, the most urgent first, as far
+// as one slice goes. Others lose nothing by waiting. Long jobs of one caller go in the order of
+// their arrival, and so do its short ones.
 //
 // A queue becomes due EngineOptions::max_batch_delay after its first job, or as soon as it fills a
 // batch. Only jobs of due queues are found.
@@ -102,8 +102,8 @@ class WaitingJobs {
   // length is looked at. Null: there is none.
   Job* First(int device, absl::FunctionRef<bool(const Job&)> may);
 
-  // Moves `first`, and what fits beside it, into `batch`, which is empty. Returns the jobs that were
-  // found late; they wait no longer. If all were late, the batch has none.
+  // Moves `first`, and what fits beside it, into `batch`, which is empty. Returns the jobs that
+  // were found late; they wait no longer. If all were late, the batch has none.
   JobList Fill(Batch* batch, Job* first, absl::Time now);
 
   // `visit` may remove its job.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "server/engine/activity.h"
 #include "server/engine/engine.h"
@@ -548,6 +550,7 @@ TEST_P(DevicesStormTest, EveryJobEndsOnceAndRight) {
   (*engine)->Submit(last);
   EXPECT_TRUE(last->Wait().ok());
   (*engine)->Stop();
+  std::map<std::string, int> ends;
   int ok = 0;
   int unavailable = 0;
   for (const auto& mine : jobs) {
@@ -555,11 +558,12 @@ TEST_P(DevicesStormTest, EveryJobEndsOnceAndRight) {
       ASSERT_EQ(job->dones(), 1);
       ASSERT_FALSE(job->misused());
       ASSERT_EQ(job.use_count(), 1) << "the engine still holds the job";
+      ++ends[absl::StatusCodeToString(job->status()->code())];
       ok += job->status()->ok() ? 1 : 0;
       unavailable += absl::IsUnavailable(*job->status()) ? 1 : 0;
     }
   }
-  EXPECT_GT(ok, kThreads * kJobs / 4);  // cancels and deadlines find more of them on a busy machine
+  EXPECT_GT(ok, kThreads * kJobs / 2) << absl::StrJoin(ends, " ", absl::PairFormatter(":"));
   EXPECT_GE(unavailable, 1);
   EXPECT_EQ(lost, 0);
   EXPECT_TRUE(devices->lost(2));

@@ -91,8 +91,8 @@ class RequestJob : public engine::Job {
 
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
   bool BeginSubmit();
-  // For rings: gives the job, which `self` owns, to the engine. Does nothing after Drop. `alone`: by
-  // Engine::SubmitAlone, with EndedAlone as its `ended`.
+  // Gives the job to the engine, for a ring. `self` owns the job. Does nothing after Drop. `alone`: the
+  // call is Engine::SubmitAlone, and EndedAlone is its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.
