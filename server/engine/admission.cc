@@ -6,12 +6,12 @@
 #include <map>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "server/base/alarm.h"
 #include "server/engine/metrics.h"
 #include "server/engine/room.h"
 #include "server/engine/sync.h"
@@ -81,21 +81,6 @@ struct Admission::State {
         room(options.max_request_bytes, options.max_held_bytes, options.max_receiving_bytes,
              options.min_receiving_calls) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
-    timer = std::thread([this] { RunTimer(); });
-    moved = options.clock->WhenMoved([this] {
-      MutexLock lock(mutex);
-      timer_wake.Signal();
-    });
-  }
-
-  ~State() {
-    moved = nullptr;
-    {
-      MutexLock lock(mutex);
-      stopping = true;
-    }
-    timer_wake.Signal();
-    timer.join();
   }
 
   int64_t Charged(const RoomAsk& ask) const {
@@ -236,7 +221,8 @@ struct Admission::State {
 
   std::optional<absl::StatusOr<Ticket>> Decide(RoomAsk& ask) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   WaiterId Wait(RoomAsk ask, Ready ready) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void RunTimer();
+  absl::Time RunDue(absl::Time now);
+  absl::Time NextDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void Look(absl::Time now, std::vector<std::function<void()>>& calls)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void CountAllowed(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -250,8 +236,7 @@ struct Admission::State {
   Room room ABSL_GUARDED_BY(mutex);
   // Of tickets that GiveBackLater ended; the timer frees them.
   std::vector<std::unique_ptr<Charge>> given_back ABSL_GUARDED_BY(mutex);
-  std::atomic<bool> draining = false;  // set under the lock
-  bool stopping ABSL_GUARDED_BY(mutex) = false;
+  std::atomic<bool> draining = false;            // set under the lock
   bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of LetIn
   WaiterId next_id ABSL_GUARDED_BY(mutex) = 1;
   std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);
@@ -260,53 +245,45 @@ struct Admission::State {
   std::set<std::pair<absl::Time, Charge*>> turns ABSL_GUARDED_BY(mutex);  // by their end
   // Since when calls have waited for room without a break; InfiniteFuture: none waits.
   absl::Time waiting_since ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();
-  absl::Time timer_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // the timer wakes then
-  CondVar timer_wake;
-  std::thread timer;
-  std::shared_ptr<void> moved;  // see Clock::WhenMoved
+  absl::Time look_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // for slow messages
+  Alarm alarm{*options.clock, [this](absl::Time now) { return RunDue(now); }};
 };
 
-void Admission::State::RunTimer() {
+// Does what is due. Returns when more will be.
+absl::Time Admission::State::RunDue(absl::Time now) {
   std::vector<Answer> answers;
   std::vector<std::function<void()>> calls;
-  absl::Time look_due = absl::InfiniteFuture();
-  mutex.Lock();
-  while (!stopping) {
-    if (!given_back.empty()) {
-      for (const auto& charge : std::exchange(given_back, {})) End(charge.get());
-      mutex.Unlock();
-      LetIn();
-      mutex.Lock();
-      continue;
-    }
-    const absl::Time now = options.clock->Now();
+  {
+    MutexLock lock(mutex);
+    for (const auto& charge : std::exchange(given_back, {})) End(charge.get());
+    RefuseLate(now, answers);
+    while (!turns.empty() && turns.begin()->first <= now) EndTurn(turns.begin()->second);
     if (!room.IsShort()) {
       waiting_since = look_due = absl::InfiniteFuture();
     } else if (waiting_since == absl::InfiniteFuture()) {
       waiting_since = look_due = now;
     }
-    timer_due =
-        std::min(look_due, deadlines.empty() ? absl::InfiniteFuture() : deadlines.begin()->first);
-    if (room.waiting() > 0 && !turns.empty()) timer_due = std::min(timer_due, turns.begin()->first);
-    if (timer_due > now) {
-      timer_wake.WaitUntil(mutex, *options.clock, timer_due);
-      continue;
-    }
-    RefuseLate(now, answers);
-    while (!turns.empty() && turns.begin()->first <= now) EndTurn(turns.begin()->second);
     if (look_due <= now) {
       Look(now, calls);
       look_due = now + kReceiveTick;
     }
     Publish();
-    mutex.Unlock();
-    Run(answers);
-    for (const auto& call : calls) call();
-    calls.clear();
-    LetIn();
-    mutex.Lock();
   }
-  mutex.Unlock();
+  Run(answers);
+  for (const auto& call : calls) call();
+  LetIn();
+  MutexLock lock(mutex);
+  return NextDue();
+}
+
+absl::Time Admission::State::NextDue() const {
+  if (!given_back.empty()) return absl::InfinitePast();
+  absl::Time due = look_due;
+  if (!deadlines.empty()) due = std::min(due, deadlines.begin()->first);
+  if (room.waiting() > 0 && !turns.empty()) due = std::min(due, turns.begin()->first);
+  // Calls begin to wait for room: from now on messages must make progress.
+  if (waiting_since == absl::InfiniteFuture() && room.IsShort()) due = absl::InfinitePast();
+  return due;
 }
 
 // Counts, for each caller whose connection reports its bytes, how many messages its progress
@@ -470,7 +447,7 @@ void Admission::Ticket::GiveBackLater() {
   State& state = *admission_->state_;
   MutexLock lock(state.mutex);
   state.given_back.push_back(std::move(charge_));
-  state.timer_wake.Signal();
+  state.alarm.RunBy(absl::InfinitePast());
 }
 
 int64_t Admission::Ticket::bytes() const { return charge_ == nullptr ? 0 : charge_->bytes; }
@@ -558,9 +535,7 @@ Admission::WaiterId Admission::State::Wait(RoomAsk ask, Ready ready) {
   const absl::Time deadline = ask.deadline;
   waiters.emplace(id, Waiter{std::move(ask), std::move(ready)});
   if (deadline != absl::InfiniteFuture()) deadlines.emplace(deadline, id);
-  const bool new_shortage = waiting_since == absl::InfiniteFuture() && room.IsShort();
-  const bool turn_ends = !turns.empty() && turns.begin()->first < timer_due;
-  if (deadline < timer_due || new_shortage || turn_ends) timer_wake.Signal();
+  alarm.RunBy(NextDue());
   return id;
 }
 

@@ -196,6 +196,12 @@ void Scheduler::EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why) {
   });
 }
 
+void Scheduler::MakeDue(absl::Time now) {
+  waiting_.MakeDue(absl::ToUnixNanos(now));
+  if (next_expiry_ <= now) Expire(now);
+}
+
+// Ends every job whose deadline has passed.
 void Scheduler::Expire(absl::Time now) {
   next_expiry_ = absl::InfiniteFuture();
   EndWaiting([&](const Job& job) {

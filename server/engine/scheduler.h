@@ -2,6 +2,7 @@
 #ifndef LOGITD_SERVER_ENGINE_SCHEDULER_H_
 #define LOGITD_SERVER_ENGINE_SCHEDULER_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -51,14 +52,14 @@ class Scheduler {
   int64_t held_until_ns() const { return held_until_ns_; }
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
-  // When Take may find something that it does not find now, if nothing else happens.
-  int64_t next_due_ns() const { return waiting_.next_due_ns(); }
-  void MakeDue(int64_t now_ns) { waiting_.MakeDue(now_ns); }
-
-  // Ends every job whose deadline has passed.
-  void Expire(absl::Time now);
-  // No job has an earlier deadline, except in batches that run a slice.
-  absl::Time next_expiry() const { return next_expiry_; }
+  // Does what time has brought: ends jobs whose deadline has passed, and lets Take find jobs whose delay
+  // is over.
+  void MakeDue(absl::Time now);
+  // When there is more of it, if nothing else happens. It may be earlier, and later for the
+  // deadlines of batches that run a slice.
+  absl::Time next_due() const {
+    return std::min(next_expiry_, absl::FromUnixNanos(waiting_.next_due_ns()));
+  }
 
   // From here on `device` runs nothing. Jobs of its batches, those that only it can run, and all on
   // sharded heads, end with UNAVAILABLE and `message`, unless their last slice runs. Other work is
@@ -98,6 +99,7 @@ class Scheduler {
   void End(Job* job, absl::Status status);
   void EndPaused(Batch* batch, absl::Status status);
   void EndBetweenSlices(Batch* batch, absl::Time now);
+  void Expire(absl::Time now);
   void ExpireRunning(Batch* batch, absl::Time now);
   void EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why);
   void Learn(Batch* batch);
@@ -110,6 +112,7 @@ class Scheduler {
   JobList ended_;
   int64_t held_until_ns_ = 0;
   int64_t unfinished_ = 0;  // submitted, Done has not returned
+  // No job has an earlier deadline, except in batches that run a slice.
   absl::Time next_expiry_ = absl::InfiniteFuture();
   absl::Status closed_;  // OK: it is not
   absl::Status lost_;    // of the last Lose

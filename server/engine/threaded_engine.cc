@@ -66,10 +66,10 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       scheduler_(options_, rules_, parts_.devices->count(), parts_.slabs->slabs(), costs_),
       idle_(static_cast<size_t>(parts_.devices->count())),
       seats_(parts_.streams.size()),
+      alarm_(*options.clock, [this](absl::Time) { return MakeDue(); }),
       moved_(options.clock->WhenMoved([this] {
         MutexLock lock(mutex_);
         for (Idle& idle : idle_) idle.wake.SignalAll();
-        timer_wake_.SignalAll();
         all_done_.SignalAll();
       })) {
   {
@@ -85,7 +85,6 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       StreamLoop(stream);
     });
   }
-  threads_.emplace_back([this] { TimerLoop(); });
 }
 
 ThreadedEngine::~ThreadedEngine() {
@@ -211,9 +210,7 @@ bool ThreadedEngine::TellEndedUnlocked() {
 // idle streams. Otherwise one is woken to poll, where a batch is held for its head. A stream that
 // was called and has not looked yet will call this again.
 void ThreadedEngine::Wake(int64_t now_ns) {
-  const int64_t timer_at_ns =
-      std::min(scheduler_.next_due_ns(), absl::ToUnixNanos(scheduler_.next_expiry()));
-  if (timer_at_ns < timer_at_ns_) timer_wake_.Signal();
+  alarm_.RunBy(scheduler_.next_due());
   Idle* work = nullptr;
   Idle* held = nullptr;
   for (size_t device = 0; device < idle_.size(); ++device) {
@@ -315,22 +312,14 @@ void ThreadedEngine::Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns) {
   }
 }
 
-void ThreadedEngine::TimerLoop() {
-  mutex_.Lock();
-  while (!stopping_) {
-    mutex_.Unlock();
-    Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      scheduler_.MakeDue(now_ns);
-      if (absl::ToUnixNanos(scheduler_.next_expiry()) <= now_ns) {
-        scheduler_.Expire(absl::FromUnixNanos(now_ns));
-      }
-    });
-    mutex_.Lock();
-    timer_at_ns_ = std::min(scheduler_.next_due_ns(), absl::ToUnixNanos(scheduler_.next_expiry()));
-    if (!stopping_) timer_wake_.WaitUntil(mutex_, clock_, absl::FromUnixNanos(timer_at_ns_));
-    timer_at_ns_ = 0;
-  }
-  mutex_.Unlock();
+// Does what is due. Returns when more will be.
+absl::Time ThreadedEngine::MakeDue() {
+  absl::Time next;
+  Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    scheduler_.MakeDue(absl::FromUnixNanos(now_ns));
+    next = scheduler_.next_due();
+  });
+  return next;
 }
 
 // ---- slices
@@ -484,7 +473,6 @@ void ThreadedEngine::Stop() {
       scheduler_.Close("the engine has stopped", absl::FromUnixNanos(now_ns));
       stopping_ = true;
       for (Idle& idle : idle_) idle.wake.SignalAll();
-      timer_wake_.SignalAll();
     });
     for (std::thread& thread : threads_) thread.join();
     while (callers_.load(std::memory_order_acquire) > 0) {

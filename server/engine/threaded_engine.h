@@ -19,6 +19,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
+#include "server/base/alarm.h"
 #include "server/engine/activity.h"
 #include "server/engine/batch.h"
 #include "server/engine/costs.h"
@@ -109,7 +110,7 @@ class ThreadedEngine final : public Engine {
   };
 
   void StreamLoop(int stream);
-  void TimerLoop();
+  absl::Time MakeDue();
   Batch* Next(int stream, Batch* given_back);
   void Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -148,13 +149,12 @@ class ThreadedEngine final : public Engine {
   std::vector<Idle> idle_ ABSL_GUARDED_BY(mutex_);   // of each device
   std::vector<Seat> seats_ ABSL_GUARDED_BY(mutex_);  // of each stream
   Idle* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;  // whose stream polls wakes_; null: none
-  int64_t timer_at_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // it looks again then
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  CondVar timer_wake_;
   CondVar all_done_;
   CondVar all_back_;
   std::atomic<uint32_t> wakes_ = 0;
   std::atomic<int> callers_ = 0;       // threads of others inside a public call
+  Alarm alarm_;                        // of the scheduler's next_due
   const std::shared_ptr<void> moved_;  // see Clock::WhenMoved
   std::once_flag stop_once_;
   std::vector<std::thread> threads_;

@@ -139,7 +139,7 @@ class World {
 
   void Cancel(int id) { scheduler_.Cancel(jobs_[static_cast<size_t>(id)].get()); }
   void Advance(absl::Duration by) { now_ns_ += absl::ToInt64Nanoseconds(by); }
-  void Expire() { scheduler_.Expire(now()); }
+  void MakeDue() { scheduler_.MakeDue(now()); }
   void Lose(int device) {
     if (scheduler_.running().lost(device)) return;
     if (--devices_left_ == 0) {
@@ -164,8 +164,9 @@ class World {
         EndSlice(stream);
         any = Take(stream) || any;
       }
-      if (!any && scheduler_.next_due_ns() != WaitingJobs::kNever) {
-        now_ns_ = std::max(now_ns_, scheduler_.next_due_ns());
+      if (!any && scheduler_.waiting() > 0) {
+        now_ns_ = std::max(now_ns_, absl::ToUnixNanos(scheduler_.next_due()));
+        MakeDue();
         any = true;
       }
     }
@@ -299,7 +300,7 @@ TEST(SchedulerTest, ADeadlineThatPassesEndsAJobWhereverItIs) {
   world.EndSlice(0);  // 10 ms have passed
   ASSERT_TRUE(world.Take(0));
   world.EndSlice(0);
-  world.Expire();
+  world.MakeDue();
   world.TellAll();
   for (const int id : {runs, waits}) {
     EXPECT_EQ(world.jobs()[static_cast<size_t>(id)]->ended_with.code(),
@@ -421,7 +422,7 @@ TEST(SchedulerTest, EveryInterleavingEndsEveryJobOnce) {
           break;
         case 10:
           world.Advance(absl::Milliseconds(below(5)));
-          if (below(2) == 0) world.Expire();
+          if (below(2) == 0) world.MakeDue();
           world.TellAll();
           break;
         default:
