@@ -258,7 +258,7 @@ class Job {
   friend struct Batch;
   friend struct JobList;
   friend struct QueueLinks;
-  friend struct LaneLinks;
+  friend struct DeadlineLinks;
 
   // Neighbours in a heap; see fair_queue.h.
   struct HeapLinks {
@@ -291,8 +291,8 @@ class Job {
     int64_t submitted_ns = 0;
     Job* previous = nullptr;  // neighbours in the one list the job is in
     Job* next = nullptr;
-    HeapLinks in_queue;  // while kWaiting
-    HeapLinks in_lane;
+    HeapLinks in_queue;         // while kWaiting
+    HeapLinks by_deadline;      // while kWaiting, if it has one
     std::shared_ptr<Job> self;  // keeps the job from Submit to Done
   };
   Place place_;

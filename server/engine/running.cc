@@ -11,7 +11,6 @@ RunningBatches::RunningBatches(const EngineOptions& options, const SliceRules& r
                                const std::vector<Slab>& slabs)
     : options_(options),
       rules_(rules),
-      on_host_(!slabs.empty() && slabs.front().host == slabs.front().device),
       devices_(static_cast<size_t>(devices)),
       batches_(slabs.size()),
       slabs_of_each_(static_cast<int>(slabs.size()) / devices),
@@ -44,31 +43,6 @@ bool RunningBatches::MayBegin(int device, const Job& job) const {
   if (queue.kind->key.priority == Priority::kBatch) return false;
   if (slabs_of_each_ == 2) return job.place_.cost_ns <= absl::ToDoubleNanoseconds(kSlowSlice);
   return queue.length == Length::kShort;
-}
-
-// The kernels of a batch that is taken `head_ns` after another one begin when those of that end:
-// both take as long to get to the device.
-int64_t RunningBatches::HeldUntil(int device, const Job& job) const {
-  const KeyQueue& queue = *job.place_.queue;
-  const Head* const head = queue.kind->key.key.head;
-  // Rows beyond one read of the head gain nothing by more of them.
-  if (on_host_ || head == nullptr || IsSharded(queue.kind->key.key) ||
-      queue.rows >= rules_.linear_rows) {
-    return 0;
-  }
-  int64_t until = 0;
-  for (const Batch& other : batches_) {
-    if (other.state != Batch::State::kRunning || other.device != device || other.key.head != head ||
-        other.rows > rules_.linear_rows || other.live + queue.count < kHeldJobs) {
-      continue;
-    }
-    const double head_ns = other.queue->kind->head_ns;
-    if (head_ns > absl::ToDoubleNanoseconds(kMostHeld)) continue;
-    until = std::max(until, other.taken_ns + static_cast<int64_t>(head_ns));
-  }
-  const int64_t latest =
-      absl::ToUnixNanos(queue.first_deadline) - static_cast<int64_t>(queue.kind->head_ns);
-  return std::min(until, latest);
 }
 
 Batch* RunningBatches::FreeBatch(int device) {

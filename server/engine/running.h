@@ -28,20 +28,9 @@ namespace logitd::engine {
 // Sharded heads. A batch on one runs on all devices together, and counts as work of the first. One
 // slice of them runs at a time. When any device is lost, all work on sharded heads ends.
 //
-// Heads. A batch of few rows reads all weights of its head and takes as long with 64 rows as with
-// one: 150 us on an H100, where two at the same time take 200. So where there are more jobs than
-// streams to run them, the next batch on the head of one that runs is held until the kernels that
-// run are about to end. It is not held for longer than kMostHeld, nor past the time at which its
-// own kernels must begin to meet a job's deadline. With it 64 rings make 1.15 to 1.25 times as many
-// calls as without it, 3 rings 0.92 times (bench/results/h200/latency.json).
-//
 // Not thread-safe.
 class RunningBatches {
  public:
-  static constexpr absl::Duration kMostHeld = absl::Milliseconds(2);
-  // A batch is not held if it and the one that runs have fewer jobs than this.
-  static constexpr int kHeldJobs = 3;
-
   // `slabs`: the same number for each device, in the order of devices.
   RunningBatches(const EngineOptions& options, const SliceRules& rules, int devices,
                  const std::vector<Slab>& slabs);
@@ -50,9 +39,6 @@ class RunningBatches {
   bool CanRun(const BatchKey& key) const;
   // True: the device may begin a batch with this job now.
   bool MayBegin(int device, const Job& job) const;
-  // The time until which a batch with this job is held for the kernels of another one on its head.
-  // 0: it is not.
-  int64_t HeldUntil(int device, const Job& job) const;
   // A free slab of a device that may begin a batch.
   Batch* FreeBatch(int device);
   // The most urgent batch between two slices that the device may run. Null: there is none.
@@ -95,7 +81,6 @@ class RunningBatches {
 
   const EngineOptions options_;
   const SliceRules rules_;
-  const bool on_host_;  // device memory is host memory
   std::vector<Device> devices_;
   std::vector<Batch> batches_;
   const int slabs_of_each_;

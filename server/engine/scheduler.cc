@@ -34,21 +34,16 @@ void Scheduler::Submit(std::shared_ptr<Job> submitted, int64_t now_ns) {
   if (!closed_.ok()) return End(job, closed_);
   if (!running_.CanRun(spec.key)) return End(job, lost_);
   waiting_.Add(job, now_ns);
-  next_expiry_ = std::min(next_expiry_, spec.deadline);
 }
 
 Scheduler::Choice Scheduler::Choose(int device, int64_t now_ns) {
-  held_until_ns_ = 0;
   if (running_.lost(device)) return {};
   waiting_.MakeDue(now_ns);
-  Choice choice = {.paused = running_.Paused(device)};
-  choice.first = waiting_.First(device, [&](const Job& job) {
-    if (!running_.MayBegin(device, job)) return false;
-    const int64_t until = running_.HeldUntil(device, job);
-    if (until <= now_ns) return true;
-    if (held_until_ns_ == 0 || until < held_until_ns_) held_until_ns_ = until;
-    return false;
-  });
+  Choice choice = {
+      .paused = running_.Paused(device),
+      .first =
+          waiting_.First(device, [&](const Job& job) { return running_.MayBegin(device, job); }),
+  };
   if (choice.paused != nullptr && choice.first != nullptr &&
       choice.paused->urgency < choice.first->place_.urgency) {
     choice.first = nullptr;
@@ -74,6 +69,7 @@ Batch* Scheduler::Take(int device, int64_t now_ns) {
     }
     if (batch == nullptr) return nullptr;
     running_.BeginSlice(batch);
+    batches_expire_ = std::min(batches_expire_, batch->last_deadline);
     waiting_.clock().Serve(batch->urgency.start);
     return batch;
   }
@@ -98,10 +94,6 @@ void Scheduler::Learn(Batch* batch) {
     Kind& kind = *batch->queue->kind;
     kind.row_ns = progress.kind_row_ns;
     kind.has_run = true;
-    if (progress.done && progress.rows_run <= rules_.linear_rows) {
-      const auto head_ns = static_cast<double>(progress.times.kernel_ns);
-      kind.head_ns += (head_ns - kind.head_ns) / (kind.head_ns == 0 ? 1 : 4);
-    }
   }
   if (progress.slice_rows > 0) {
     batch->urgency.start += static_cast<double>(progress.slice_ns) / batch->weight;
@@ -171,7 +163,7 @@ void Scheduler::EndBetweenSlices(Batch* batch, absl::Time now) {
   } else if (job.spec().deadline <= now || batch->abandoned) {
     EndPaused(batch, Late(/*begun=*/true));
   } else {
-    next_expiry_ = std::min(next_expiry_, job.spec().deadline);
+    batches_expire_ = std::min(batches_expire_, job.spec().deadline);
   }
 }
 
@@ -182,7 +174,7 @@ void Scheduler::ExpireRunning(Batch* batch, absl::Time now) {
   if (batch->last_deadline <= now) {
     batch->abandoned.store(true, std::memory_order_release);
   } else {
-    next_expiry_ = std::min(next_expiry_, batch->last_deadline);
+    batches_expire_ = std::min(batches_expire_, batch->last_deadline);
   }
 }
 
@@ -196,20 +188,21 @@ void Scheduler::EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why) {
   });
 }
 
-void Scheduler::MakeDue(absl::Time now) {
-  waiting_.MakeDue(absl::ToUnixNanos(now));
-  if (next_expiry_ <= now) Expire(now);
+absl::Time Scheduler::next_due() const {
+  const Job* const late = waiting_.FirstByDeadline();
+  return std::min({late == nullptr ? absl::InfiniteFuture() : late->spec().deadline,
+                   batches_expire_, absl::FromUnixNanos(waiting_.next_due_ns())});
 }
 
-// Ends every job whose deadline has passed.
-void Scheduler::Expire(absl::Time now) {
-  next_expiry_ = absl::InfiniteFuture();
-  EndWaiting([&](const Job& job) {
-    const absl::Time deadline = job.spec().deadline;
-    if (deadline <= now) return Late(/*begun=*/false);
-    next_expiry_ = std::min(next_expiry_, deadline);
-    return absl::OkStatus();
-  });
+void Scheduler::MakeDue(absl::Time now) {
+  waiting_.MakeDue(absl::ToUnixNanos(now));
+  for (Job* job = waiting_.FirstByDeadline(); job != nullptr && job->spec().deadline <= now;
+       job = waiting_.FirstByDeadline()) {
+    waiting_.Remove(job);
+    End(job, Late(/*begun=*/false));
+  }
+  if (now < batches_expire_) return;
+  batches_expire_ = absl::InfiniteFuture();
   running_.ForEach(Batch::State::kPaused, [&](Batch* batch) { EndBetweenSlices(batch, now); });
   running_.ForEach(Batch::State::kRunning, [&](Batch* batch) { ExpireRunning(batch, now); });
 }

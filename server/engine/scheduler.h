@@ -2,7 +2,6 @@
 #ifndef LOGITD_SERVER_ENGINE_SCHEDULER_H_
 #define LOGITD_SERVER_ENGINE_SCHEDULER_H_
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -47,19 +46,13 @@ class Scheduler {
   Batch* Take(int device, int64_t now_ns);
   // True: Take finds something.
   bool HasWork(int device, int64_t now_ns);
-  // Set by Take and HasWork: when the device may begin the work that is held for a head; 0: none
-  // is.
-  int64_t held_until_ns() const { return held_until_ns_; }
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
   // Does what time has brought: ends jobs whose deadline has passed, and lets Take find jobs whose delay
   // is over.
   void MakeDue(absl::Time now);
-  // When there is more of it, if nothing else happens. It may be earlier, and later for the
-  // deadlines of batches that run a slice.
-  absl::Time next_due() const {
-    return std::min(next_expiry_, absl::FromUnixNanos(waiting_.next_due_ns()));
-  }
+  // When there is more of it, if nothing else happens; it may be earlier.
+  absl::Time next_due() const;
 
   // From here on `device` runs nothing. Jobs of its batches, those that only it can run, and all on
   // sharded heads, end with UNAVAILABLE and `message`, unless their last slice runs. Other work is
@@ -99,7 +92,6 @@ class Scheduler {
   void End(Job* job, absl::Status status);
   void EndPaused(Batch* batch, absl::Status status);
   void EndBetweenSlices(Batch* batch, absl::Time now);
-  void Expire(absl::Time now);
   void ExpireRunning(Batch* batch, absl::Time now);
   void EndWaiting(absl::FunctionRef<absl::Status(const Job&)> why);
   void Learn(Batch* batch);
@@ -110,10 +102,9 @@ class Scheduler {
   WaitingJobs waiting_;
   RunningBatches running_;
   JobList ended_;
-  int64_t held_until_ns_ = 0;
   int64_t unfinished_ = 0;  // submitted, Done has not returned
-  // No job has an earlier deadline, except in batches that run a slice.
-  absl::Time next_expiry_ = absl::InfiniteFuture();
+  // No batch is to be abandoned or ended earlier, because its jobs are late.
+  absl::Time batches_expire_ = absl::InfiniteFuture();
   absl::Status closed_;  // OK: it is not
   absl::Status lost_;    // of the last Lose
 };

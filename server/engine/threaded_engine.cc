@@ -56,7 +56,6 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       layout_(options),
       rules_(rules),
       clock_(*options.clock),
-      idle_spin_ns_(absl::ToInt64Nanoseconds(options.idle_spin)),
       on_host_(parts.devices->info(0).is_host),
       metrics_(metrics),
       on_device_lost_(std::move(on_device_lost)),
@@ -64,12 +63,18 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       activity_(static_cast<int>(parts_.streams.size()), options.ops),
       desk_(std::make_shared<ReturnDesk>()),
       scheduler_(options_, rules_, parts_.devices->count(), parts_.slabs->slabs(), costs_),
-      idle_(static_cast<size_t>(parts_.devices->count())),
-      seats_(parts_.streams.size()),
-      alarm_(*options.clock, [this](absl::Time) { return MakeDue(); }),
+      idle_(parts_.devices->count(), options.streams, options.idle_spin),
+      alarm_(*options.clock,
+             [this](absl::Time) {
+               absl::Time next;
+               Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                 scheduler_.MakeDue(absl::FromUnixNanos(now_ns));
+                 next = scheduler_.next_due();
+               });
+               return next;
+             }),
       moved_(options.clock->WhenMoved([this] {
         MutexLock lock(mutex_);
-        for (Idle& idle : idle_) idle.wake.SignalAll();
         all_done_.SignalAll();
       })) {
   {
@@ -81,15 +86,28 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
   }
   for (int stream = 0; stream < static_cast<int>(parts_.streams.size()); ++stream) {
     threads_.emplace_back([this, stream] {
-      const CpuScope near(parts_.devices->cpus(DeviceOf(stream)));
-      StreamLoop(stream);
+      const CpuScope near(parts_.devices->cpus(stream / options_.streams));
+      Batch* batch = nullptr;
+      while ((batch = Next(stream, batch)) != nullptr) Count(Run(stream, *batch));
     });
   }
 }
 
 ThreadedEngine::~ThreadedEngine() {
   Stop();
-  if (WaitForKept(SteadyNow() + kKeptAnswersTimeout)) return;
+  {
+    MutexLock lock(mutex_);
+    const absl::Time deadline = SteadyNow() + kKeptAnswersTimeout;
+    while (scheduler_.running().kept() > 0 && SteadyNow() < deadline) {
+      all_back_.WaitUntil(mutex_, SteadyClock(), deadline);
+    }
+  }
+  {
+    MutexLock lock(desk_->mutex);
+    desk_->engine = nullptr;  // an answer that is dropped later does not touch the engine
+  }
+  MutexLock lock(mutex_);
+  if (scheduler_.running().kept() == 0) return;
   spdlog::error("the transport still keeps answers after {} s; their slabs are not freed",
                 absl::ToInt64Seconds(kKeptAnswersTimeout));
   parts_.slabs->Leave();
@@ -110,8 +128,7 @@ void ThreadedEngine::Change(absl::FunctionRef<void(int64_t now_ns)> change) {
     MutexLock lock(mutex_);
     change(now_ns);
     ended = scheduler_.TakeEnded();
-    Wake(now_ns);
-    Publish();
+    Announce(now_ns);
   }
   TellEnded(ended);
 }
@@ -137,9 +154,7 @@ void ThreadedEngine::SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<voi
   Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     scheduler_.GiveBack(batch, absl::FromUnixNanos(now_ns));
     if (scheduler_.idle()) all_done_.SignalAll();
-    Seat& seat = seats_[static_cast<size_t>(stream)];
-    seat.lent = false;
-    if (seat.waits) ++idle_[static_cast<size_t>(DeviceOf(stream))].streams;
+    idle_.TakeBack(stream);
   });
   const bool failed = !ran.status.ok();
   if (failed) Count(ran);  // whoever acts on a lost device need not wait for `ended`
@@ -152,24 +167,11 @@ void ThreadedEngine::SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<voi
 Batch* ThreadedEngine::Borrow(const Job& job, int* stream) {
   const BatchKey& key = job.spec().key;
   if (on_host_ || IsSharded(key) || !scheduler_.IsAloneAndBrief(job, kMostAlone)) return nullptr;
-  int most = key.device;
-  for (int device = 0; device < static_cast<int>(idle_.size()) && key.device == kAnyDevice;
-       ++device) {
-    const int streams = idle_[static_cast<size_t>(device)].streams;
-    if (streams > 0 && (most < 0 || streams > idle_[static_cast<size_t>(most)].streams)) {
-      most = device;
-    }
-  }
-  for (*stream = 0; *stream < static_cast<int>(seats_.size()); ++*stream) {
-    Seat& seat = seats_[static_cast<size_t>(*stream)];
-    if (DeviceOf(*stream) != most || !seat.waits || seat.lent) continue;
-    Batch* const batch = scheduler_.Take(most, clock_.Nanos());
-    if (batch == nullptr) return nullptr;
-    seat.lent = true;
-    --idle_[static_cast<size_t>(most)].streams;
-    return batch;
-  }
-  return nullptr;
+  *stream = idle_.Lend(key.device);
+  if (*stream == IdleStreams::kNone) return nullptr;
+  Batch* const batch = scheduler_.Take(idle_.DeviceOf(*stream), clock_.Nanos());
+  if (batch == nullptr) idle_.TakeBack(*stream);
+  return batch;
 }
 
 void ThreadedEngine::Cancel(const Job& job) {
@@ -206,37 +208,13 @@ bool ThreadedEngine::TellEndedUnlocked() {
   return true;
 }
 
-// Wakes a stream if there is work for one: the one that polls, else one of the device with the most
-// idle streams. Otherwise one is woken to poll, where a batch is held for its head. A stream that
-// was called and has not looked yet will call this again.
-void ThreadedEngine::Wake(int64_t now_ns) {
+// After a change: has what is due done in time, wakes a stream if there is work for one, and sets the
+// metrics.
+void ThreadedEngine::Announce(int64_t now_ns, int except) {
   alarm_.RunBy(scheduler_.next_due());
-  Idle* work = nullptr;
-  Idle* held = nullptr;
-  for (size_t device = 0; device < idle_.size(); ++device) {
-    Idle& idle = idle_[device];
-    if (idle.streams == 0) continue;
-    if (scheduler_.HasWork(static_cast<int>(device), now_ns)) {
-      if (idle.called) return;
-      if (work == nullptr || &idle == spinner_ ||
-          (work != spinner_ && idle.streams > work->streams)) {
-        work = &idle;
-      }
-    } else if (scheduler_.held_until_ns() > 0 && &idle != spinner_ && !idle.called) {
-      held = &idle;
-    }
-  }
-  Idle* const woken = work != nullptr ? work : held;
-  if (woken == nullptr) return;
-  woken->called = true;
-  if (woken == spinner_) {
-    wakes_.fetch_add(1, std::memory_order_relaxed);
-  } else {
-    woken->wake.Signal();
-  }
-}
-
-void ThreadedEngine::Publish() {
+  idle_.WakeOne([&](int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                    mutex_) { return scheduler_.HasWork(device, now_ns); },
+                except);
   if (metrics_ == nullptr) return;
   metrics_->Set(Gauge::kSlabsInUse, static_cast<double>(scheduler_.running().slabs_in_use()));
   metrics_->Set(Gauge::kSlabsKept, static_cast<double>(scheduler_.running().kept()));
@@ -245,88 +223,41 @@ void ThreadedEngine::Publish() {
 
 // ---- threads
 
-void ThreadedEngine::StreamLoop(int stream) {
-  Batch* batch = nullptr;
-  while ((batch = Next(stream, batch)) != nullptr) Count(Run(stream, *batch));
-}
-
 // Gives a batch back after a slice (null at first) and waits for the next one, which may be the
 // same. Null: the engine stops, or the device is lost.
 Batch* ThreadedEngine::Next(int stream, Batch* given_back) {
-  const int device = DeviceOf(stream);
   mutex_.Lock();
+  const int device = idle_.DeviceOf(stream);
   if (given_back != nullptr) {
     scheduler_.GiveBack(given_back, clock_.Now());
     if (scheduler_.idle()) all_done_.SignalAll();
     TellEndedUnlocked();
   }
-  Idle& idle = idle_[static_cast<size_t>(device)];
-  Seat& seat = seats_[static_cast<size_t>(stream)];
-  seat.waits = true;
-  ++idle.streams;
+  idle_.Begin(stream);
   Batch* batch = nullptr;
-  bool spin = idle_spin_ns_ > 0;
+  bool may_poll = true;
   while (!stopping_ && !scheduler_.running().lost(device)) {
     const int64_t now_ns = clock_.Nanos();
-    idle.called = false;  // whoever was called: this one looks now
-    if (!seat.lent) batch = scheduler_.Take(device, now_ns);
-    const int64_t held_until_ns = seat.lent ? 0 : scheduler_.held_until_ns();
+    idle_.Look(stream);
+    if (!idle_.lent(stream)) batch = scheduler_.Take(device, now_ns);
     const bool again = TellEndedUnlocked();
     if (batch != nullptr) break;
     if (again) continue;
-    // For other streams; this one is about to poll or to sleep.
-    if (!seat.lent) --idle.streams;
-    Wake(now_ns);
-    if (!seat.lent) ++idle.streams;
-    Publish();
-    const int64_t poll_ns = held_until_ns > 0 ? held_until_ns - now_ns : spin ? idle_spin_ns_ : 0;
-    Sleep(idle, seat.lent ? 0 : poll_ns, held_until_ns);
-    spin = false;
+    Announce(now_ns, stream);
+    idle_.Sleep(mutex_, stream, may_poll);
+    may_poll = false;
   }
-  seat.waits = false;
-  if (!seat.lent) --idle.streams;
-  Wake(clock_.Nanos());
-  Publish();
+  idle_.End(stream);
+  Announce(clock_.Nanos());
   mutex_.Unlock();
   return batch;
-}
-
-// The next request of a busy client comes within microseconds, and a sleeping thread takes longer
-// to wake. So one idle stream polls for `poll_ns` before it sleeps, and while a batch is held for
-// its head, until `held_until_ns`.
-void ThreadedEngine::Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns) {
-  if (poll_ns > 0 && spinner_ == nullptr) {
-    spinner_ = &idle;
-    const uint32_t seen = wakes_.load(std::memory_order_relaxed);
-    mutex_.Unlock();
-    const int64_t until = MonotonicNanos() + poll_ns;
-    while (wakes_.load(std::memory_order_relaxed) == seen && MonotonicNanos() < until) {
-      std::this_thread::yield();  // on few cores, the thread that wakes us may need this one
-    }
-    mutex_.Lock();
-    spinner_ = nullptr;
-  } else if (held_until_ns > 0) {
-    idle.wake.WaitUntil(mutex_, clock_, absl::FromUnixNanos(held_until_ns));
-  } else {
-    idle.wake.Wait(mutex_);
-  }
-}
-
-// Does what is due. Returns when more will be.
-absl::Time ThreadedEngine::MakeDue() {
-  absl::Time next;
-  Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    scheduler_.MakeDue(absl::FromUnixNanos(now_ns));
-    next = scheduler_.next_due();
-  });
-  return next;
 }
 
 // ---- slices
 
 // Runs a slice of the batch on stream `stream`, or on that over all devices.
 ThreadedEngine::Ran ThreadedEngine::Run(int index, Batch& batch) {
-  const int device = DeviceOf(index);
+  const int device = index / options_.streams;
   const bool sharded = batch.sharded;
   Stream& stream = sharded ? *parts_.over_all : *parts_.streams[static_cast<size_t>(index)];
   const int64_t begun_ns = MonotonicNanos();
@@ -379,36 +310,17 @@ std::shared_ptr<const void> ThreadedEngine::Keep(Batch* batch) {
   {
     MutexLock lock(mutex_);
     if (!scheduler_.running().Keep(batch)) return nullptr;
-    Publish();
+    Announce(clock_.Nanos());
   }
   return {batch->slab.host, [desk = desk_, batch](const void*) {
             MutexLock lock(desk->mutex);
-            if (desk->engine != nullptr) desk->engine->TakeBack(batch);
+            ThreadedEngine* const engine = desk->engine;
+            if (engine == nullptr) return;
+            engine->Change([&](int64_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine->mutex_) {
+              engine->scheduler_.running().TakeBack(batch);
+              if (engine->scheduler_.running().kept() == 0) engine->all_back_.SignalAll();
+            });
           }};
-}
-
-void ThreadedEngine::TakeBack(Batch* batch) {
-  Change([&](int64_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    scheduler_.running().TakeBack(batch);
-    if (scheduler_.running().kept() == 0) all_back_.SignalAll();
-  });
-}
-
-// After Stop. Waits until no answer is kept, or until `deadline`. False: answers are still kept.
-// Dropping them later does not touch the engine, but their slabs must stay allocated.
-bool ThreadedEngine::WaitForKept(absl::Time deadline) {
-  {
-    MutexLock lock(mutex_);
-    while (scheduler_.running().kept() > 0 && SteadyNow() < deadline) {
-      all_back_.WaitUntil(mutex_, SteadyClock(), deadline);
-    }
-  }
-  {
-    MutexLock lock(desk_->mutex);
-    desk_->engine = nullptr;
-  }
-  MutexLock lock(mutex_);
-  return scheduler_.running().kept() == 0;
 }
 
 // ---- devices
@@ -433,7 +345,7 @@ void ThreadedEngine::Lose(int device, const absl::Status& cause) {
     } else {
       scheduler_.Close(absl::StrCat("the device is lost: ", cause.message()), now);
     }
-    idle_[static_cast<size_t>(device)].wake.SignalAll();
+    idle_.WakeAll();
     if (metrics_ != nullptr && left > 0) {
       metrics_->Set(Gauge::kSlabs, static_cast<double>(scheduler_.running().usable_slabs()));
     }
@@ -472,7 +384,7 @@ void ThreadedEngine::Stop() {
     Change([&](int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       scheduler_.Close("the engine has stopped", absl::FromUnixNanos(now_ns));
       stopping_ = true;
-      for (Idle& idle : idle_) idle.wake.SignalAll();
+      idle_.WakeAll();
     });
     for (std::thread& thread : threads_) thread.join();
     while (callers_.load(std::memory_order_acquire) > 0) {

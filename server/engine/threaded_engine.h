@@ -25,6 +25,7 @@
 #include "server/engine/costs.h"
 #include "server/engine/devices.h"
 #include "server/engine/engine.h"
+#include "server/engine/idle_streams.h"
 #include "server/engine/metrics.h"
 #include "server/engine/run_slice.h"
 #include "server/engine/scheduler.h"
@@ -50,9 +51,7 @@ class SlabPool {
   std::vector<Backend*> owners_;
 };
 
-// Streams are counted over all devices, those of a device one after another. A stream's thread runs
-// near its device. The state is the scheduler's, under one lock. A change of it wakes at most one
-// stream. A stream that takes work wakes the next one if there is more.
+// A stream's thread runs near its device. The state is the scheduler's, under one lock.
 class ThreadedEngine final : public Engine {
  public:
   // The engine's devices and memory. `over_all`: the stream for sharded heads; null: there can be
@@ -92,49 +91,30 @@ class ThreadedEngine final : public Engine {
     absl::Status status;
   };
 
-  // A stream, and its device, as far as threads wait for work.
-  struct Seat {
-    bool waits = false;  // its thread is inside Next
-    bool lent = false;   // to the thread of a caller
-  };
-  struct Idle {
-    int streams = 0;      // that wait and are not lent
-    bool called = false;  // a stream was woken, and none has looked for work since
-    CondVar wake;
-  };
-
   // Kept answers reach the engine through this, because they may outlive it.
   struct ReturnDesk {
     Mutex mutex;
     ThreadedEngine* engine ABSL_GUARDED_BY(mutex);
   };
 
-  void StreamLoop(int stream);
-  absl::Time MakeDue();
   Batch* Next(int stream, Batch* given_back);
-  void Sleep(Idle& idle, int64_t poll_ns, int64_t held_until_ns)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Batch* Borrow(const Job& job, int* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Change(absl::FunctionRef<void(int64_t now_ns)> change);
-  void Wake(int64_t now_ns) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Announce(int64_t now_ns, int except = IdleStreams::kNone)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void TellEnded(JobList ended);
   bool TellEndedUnlocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Ran Run(int stream, Batch& batch);
   void Count(const Ran& ran);
   std::shared_ptr<const void> Keep(Batch* batch);
-  void TakeBack(Batch* batch);
-  bool WaitForKept(absl::Time deadline);
   void Lose(int device, const absl::Status& cause);
   void TellOwner(const absl::Status& cause);
-  int DeviceOf(int stream) const { return stream / options_.streams; }
 
   const EngineOptions options_;
   const SlabLayout layout_;
   const SliceRules rules_;
   const Clock& clock_;
-  const int64_t idle_spin_ns_;
   const bool on_host_;  // DeviceInfo::is_host
   Metrics* const metrics_;
   absl::AnyInvocable<void(absl::Status)> on_device_lost_;
@@ -146,13 +126,10 @@ class ThreadedEngine final : public Engine {
 
   Mutex mutex_;
   Scheduler scheduler_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Idle> idle_ ABSL_GUARDED_BY(mutex_);   // of each device
-  std::vector<Seat> seats_ ABSL_GUARDED_BY(mutex_);  // of each stream
-  Idle* spinner_ ABSL_GUARDED_BY(mutex_) = nullptr;  // whose stream polls wakes_; null: none
+  IdleStreams idle_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   CondVar all_done_;
   CondVar all_back_;
-  std::atomic<uint32_t> wakes_ = 0;
   std::atomic<int> callers_ = 0;       // threads of others inside a public call
   Alarm alarm_;                        // of the scheduler's next_due
   const std::shared_ptr<void> moved_;  // see Clock::WhenMoved

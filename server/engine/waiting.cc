@@ -50,7 +50,7 @@ WaitingJobs::WaitingJobs(const EngineOptions& options, const SliceRules& rules, 
       max_batch_delay_ns_(absl::ToInt64Nanoseconds(options.max_batch_delay)),
       rules_(rules),
       costs_(costs),
-      lanes_(static_cast<size_t>(devices) + 3) {}
+      lanes_(static_cast<size_t>(devices) + 2) {}
 
 Kind* WaitingJobs::KindOf(const KindKey& key) {
   auto it = kinds_.find(key);
@@ -78,9 +78,11 @@ Length WaitingJobs::LengthOf(const JobSpec& spec, double cost_ns, double row_ns)
   return slice_ns > absl::ToDoubleNanoseconds(kSlowSlice) ? Length::kSlow : Length::kLong;
 }
 
-WaitingJobs::Lanes& WaitingJobs::LanesOf(const BatchKey& key) {
-  if (key.device != kAnyDevice) return lanes_[static_cast<size_t>(key.device)];
-  return lanes_[lanes_.size() - (IsSharded(key) ? 3 : key.head != nullptr ? 2 : 1)];
+WaitingJobs::Lane& WaitingJobs::LaneOf(const KeyQueue& queue) {
+  const BatchKey& key = queue.kind->key.key;
+  const size_t any = lanes_.size() - (IsSharded(key) ? 2 : 1);
+  const size_t of = key.device != kAnyDevice ? static_cast<size_t>(key.device) : any;
+  return lanes_[of][static_cast<size_t>(queue.length)];
 }
 
 // Estimates the job's cost, gives it its place in the order, and queues it.
@@ -102,9 +104,11 @@ void WaitingJobs::Add(Job* job, int64_t now_ns) {
   queue->jobs.Push(job);
   queue->rows += spec.rows();
   ++queue->count;
-  queue->first_deadline = std::min(queue->first_deadline, spec.deadline);
+  if (spec.deadline < absl::InfiniteFuture()) by_deadline_.Push(job);
   if (queue->due) {
-    PutInLane(job);
+    if (queue->jobs.top() != job) return;
+    LaneOf(*queue).Remove(queue);
+    LaneOf(*queue).Push(queue);
   } else if (max_batch_delay_ns_ == 0 || queue->rows >= options_.max_batch_rows ||
              spec.key.op->exclusive_batch) {
     BecomeDue(queue);
@@ -114,22 +118,10 @@ void WaitingJobs::Add(Job* job, int64_t now_ns) {
   }
 }
 
-void WaitingJobs::PutInLane(Job* job) {
-  const BatchKey& key = job->spec().key;
-  LanesOf(key)[static_cast<size_t>(job->place_.queue->length)].Push(job);
-}
-
 void WaitingJobs::BecomeDue(KeyQueue* queue) {
   by_due_.erase({queue->due_ns, queue});
   queue->due = true;
-  // Through its own heap, which has no other way to visit every job.
-  FairHeap<Job, QueueLinks> jobs;
-  while (Job* job = queue->jobs.top()) {
-    queue->jobs.Remove(job);
-    jobs.Push(job);
-    PutInLane(job);
-  }
-  queue->jobs = jobs;
+  LaneOf(*queue).Push(queue);
 }
 
 void WaitingJobs::MakeDue(int64_t now_ns) {
@@ -139,25 +131,30 @@ void WaitingJobs::MakeDue(int64_t now_ns) {
 void WaitingJobs::Remove(Job* job) {
   Job::Place& place = job->place_;
   KeyQueue* const queue = place.queue;
+  const bool first = job == queue->jobs.top();
   all_.Remove(job);
+  if (job->spec().deadline < absl::InfiniteFuture()) by_deadline_.Remove(job);
   queue->jobs.Remove(job);
   queue->rows -= job->spec().rows();
   --queue->count;
-  if (queue->due) LanesOf(job->spec().key)[static_cast<size_t>(queue->length)].Remove(job);
-  if (queue->jobs.top() != nullptr) return;
+  if (queue->due && first) LaneOf(*queue).Remove(queue);
+  if (queue->jobs.top() != nullptr) {
+    if (queue->due && first) LaneOf(*queue).Push(queue);
+    return;
+  }
   by_due_.erase({queue->due_ns, queue});
   queue->due = false;
-  queue->first_deadline = absl::InfiniteFuture();
 }
 
 Job* WaitingJobs::First(int device, absl::FunctionRef<bool(const Job&)> may) {
   Job* first = nullptr;
   const size_t all = lanes_.size();
-  for (const size_t of : {static_cast<size_t>(device), all - 3, all - 2, all - 1}) {
-    for (const FairHeap<Job, LaneLinks>& lane : lanes_[of]) {
-      Job* const job = lane.top();
-      if (job == nullptr || !may(*job)) continue;
-      if (first == nullptr || job->place_.urgency < first->place_.urgency) first = job;
+  for (const size_t of : {static_cast<size_t>(device), all - 2, all - 1}) {
+    for (const Lane& lane : lanes_[of]) {
+      if (lane.top() == nullptr) continue;
+      Job* const job = lane.top()->jobs.top();
+      if (first != nullptr && first->place_.urgency < job->place_.urgency) continue;
+      if (may(*job)) first = job;
     }
   }
   return first;

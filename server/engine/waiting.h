@@ -36,14 +36,14 @@ struct KindKey {
   friend bool operator==(const KindKey&, const KindKey&) = default;
 };
 
-// The links of Job::Place, for heaps of jobs by urgency.
+// The links of Job::Place, for heaps of jobs.
 struct QueueLinks {
   static auto& Of(Job& job) { return job.place_.in_queue; }
   static bool Before(const Job& a, const Job& b) { return a.place_.urgency < b.place_.urgency; }
 };
-struct LaneLinks {
-  static auto& Of(Job& job) { return job.place_.in_lane; }
-  static bool Before(const Job& a, const Job& b) { return a.place_.urgency < b.place_.urgency; }
+struct DeadlineLinks {
+  static auto& Of(Job& job) { return job.place_.by_deadline; }
+  static bool Before(const Job& a, const Job& b) { return a.spec().deadline < b.spec().deadline; }
 };
 
 // Waiting jobs that may share a batch: of one kind and one length, so that a short job never waits
@@ -54,19 +54,29 @@ struct KeyQueue {
   FairHeap<Job, QueueLinks> jobs;
   int64_t rows = 0;
   int count = 0;  // of jobs
-  // No job has an earlier deadline.
-  absl::Time first_deadline = absl::InfiniteFuture();
-  // Its jobs are in their lane. Otherwise they will be from `due_ns` on.
+  // It is in its lane. Otherwise it will be from `due_ns` on.
   bool due = false;
   int64_t due_ns = 0;
+  struct {
+    KeyQueue* child = nullptr;
+    KeyQueue* next = nullptr;
+    KeyQueue* previous = nullptr;
+  } in_lane;
+};
+
+// For heaps of queues, by the urgency of their first jobs.
+struct LaneLinks {
+  static auto& Of(KeyQueue& queue) { return queue.in_lane; }
+  static bool Before(const KeyQueue& a, const KeyQueue& b) {
+    return QueueLinks::Before(*a.jobs.top(), *b.jobs.top());
+  }
 };
 
 // Jobs of one key and priority.
 struct Kind {
   KindKey key;
-  double row_ns = 0;     // a row's time on a stream, as estimated; 0: unknown
-  bool has_run = false;  // the estimate is not only that of other kinds
-  double head_ns = 0;    // kernels of its last batches that read a head once; 0: there was none
+  double row_ns = 0;                      // a row's time on a stream, as estimated; 0: unknown
+  bool has_run = false;                   // the estimate is not only that of other kinds
   std::array<KeyQueue, kLengths> queues;  // by Length
   int batches = 0;                        // that have begun
 };
@@ -106,6 +116,8 @@ class WaitingJobs {
   // were found late; they wait no longer. If all were late, the batch has none.
   JobList Fill(Batch* batch, Job* first, absl::Time now);
 
+  // The job with the earliest deadline. Null: none has one.
+  Job* FirstByDeadline() const { return by_deadline_.top(); }
   // `visit` may remove its job.
   void ForEach(absl::FunctionRef<void(Job*)> visit);
   int64_t count() const { return all_.size; }
@@ -117,23 +129,24 @@ class WaitingJobs {
   struct KeyHash {
     size_t operator()(const KindKey& key) const;
   };
-  // Due jobs with the same choice of devices, by length.
-  using Lanes = std::array<FairHeap<Job, LaneLinks>, kLengths>;
+  // Due queues with the same choice of devices, by length.
+  using Lane = FairHeap<KeyQueue, LaneLinks>;
+  using Lanes = std::array<Lane, kLengths>;
 
   Kind* KindOf(const KindKey& key);
   Length LengthOf(const JobSpec& spec, double cost_ns, double row_ns) const;
-  Lanes& LanesOf(const BatchKey& key);
+  Lane& LaneOf(const KeyQueue& queue);
   void BecomeDue(KeyQueue* queue);
-  void PutInLane(Job* job);
 
   const EngineOptions options_;
   const int64_t max_batch_delay_ns_;
   const SliceRules rules_;
   const Costs& costs_;
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_;
-  // The jobs of each device's own, then those on sharded heads, on other heads, and the rest.
+  // Of jobs that only one device can run, for each device; then on sharded heads; then the rest.
   std::vector<Lanes> lanes_;
   std::set<std::pair<int64_t, KeyQueue*>> by_due_;  // queues that are not due
+  FairHeap<Job, DeadlineLinks> by_deadline_;
   JobList all_;
   FairClock clock_;
   uint64_t next_sequence_ = 1;

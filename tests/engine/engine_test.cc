@@ -360,36 +360,6 @@ TEST(EngineTest, OnTheHostSteadyRowsAreReadWhereTheyLie) {
   EXPECT_GT(backend.log().size(), 4u);
 }
 
-// Time stands still, so the hold does not end by itself.
-TEST(EngineTest, OtherWorkGoesOnWhileABatchIsHeldForItsHead) {
-  ManualClock clock;
-  FakeBackend backend;
-  backend.SetRowTime(std::chrono::milliseconds(1));
-  EngineOptions options = SmallOptions();
-  options.streams = 2;
-  options.clock = &clock;
-  auto engine = Engine::Create(&backend, options, nullptr, [](const absl::Status&) {});
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  const std::shared_ptr<const Head> head = MakeHead({&backend}, 1);
-  std::vector<std::shared_ptr<TestJob>> jobs;
-  const auto submit = [&](TestJob::Shape shape) {
-    jobs.push_back(std::make_shared<TestJob>(shape));
-    (*engine)->Submit(jobs.back());
-  };
-  submit({.tag = 'w', .head = head});
-  ASSERT_TRUE((*engine)->WaitIdle(absl::InfiniteFuture()));
-  backend.Hold();
-  submit({.tag = 'r', .head = head});
-  backend.WaitForOps(2);
-  for (int i = 0; i < 3; ++i) submit({.tag = 'h', .head = head});
-  submit({.tag = 'o'});
-  backend.WaitForOps(3);
-  EXPECT_EQ(backend.log()[2].tags, "o");
-  backend.Release();
-  clock.Advance(absl::Seconds(1));
-  for (const auto& job : jobs) EXPECT_TRUE(job->Wait().ok());
-}
-
 TEST(EngineTest, WaitIdleGivesUpAtItsDeadline) {
   Harness harness(SmallOptions());
   EXPECT_TRUE(harness.engine().WaitIdle(absl::InfinitePast()));

@@ -309,56 +309,6 @@ TEST(SchedulerTest, ADeadlineThatPassesEndsAJobWhereverItIs) {
   EXPECT_TRUE(world.scheduler().idle());
 }
 
-// Jobs on a head, of which one runs.
-class HeldTest : public ::testing::Test {
- protected:
-  HeldTest() {
-    world_.Submit({.head = head_.get()});
-    world_.Run();  // the head's kernels take kRowNs
-    world_.Submit({.head = head_.get()});
-    EXPECT_TRUE(world_.Take(0));
-  }
-  void SubmitJobs(int jobs, absl::Duration time = absl::InfiniteDuration()) {
-    for (int i = 0; i < jobs; ++i) world_.Submit({.time = time, .head = head_.get()});
-  }
-
-  FakeBackend backend_;
-  const std::shared_ptr<const Head> head_ = MakeHead({&backend_}, 1);
-  World world_{1, 2, 2};
-};
-
-TEST_F(HeldTest, ThreeJobsAreHeldUntilTheKernelsEnd) {
-  SubmitJobs(2);
-  EXPECT_FALSE(world_.Take(1));
-  EXPECT_EQ(world_.scheduler().held_until_ns(), absl::ToUnixNanos(world_.now()) + kRowNs);
-  world_.Advance(absl::Nanoseconds(kRowNs));
-  EXPECT_TRUE(world_.Take(1));
-}
-
-TEST_F(HeldTest, TwoJobsAreNot) {
-  SubmitJobs(1);
-  EXPECT_TRUE(world_.Take(1));
-}
-
-TEST_F(HeldTest, NorAreThoseThatWouldMissTheirDeadline) {
-  SubmitJobs(3, absl::Nanoseconds(kRowNs));
-  EXPECT_TRUE(world_.Take(1));
-}
-
-TEST_F(HeldTest, OtherWorkGoesOn) {
-  SubmitJobs(3);
-  world_.Submit({});
-  EXPECT_TRUE(world_.Take(1));
-  EXPECT_EQ(world_.scheduler().waiting(), 3);
-}
-
-TEST_F(HeldTest, ItEndsWithTheBatchThatRan) {
-  SubmitJobs(3);
-  EXPECT_FALSE(world_.Take(1));
-  world_.EndSlice(0);
-  EXPECT_TRUE(world_.Take(1));
-}
-
 TEST(SchedulerTest, AJobThatIsLateWhenAStreamIsFreeDoesNotRun) {
   World world(1, 1, 2);
   const int late = world.Submit({.time = absl::Milliseconds(5)});
