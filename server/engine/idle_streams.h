@@ -19,12 +19,14 @@ namespace logitd::engine {
 // A change of the engine's state wakes at most one stream. A stream that takes work wakes the next one
 // if there is more.
 //
-// Polling. The next request of a busy client comes within microseconds, and a sleeping thread takes 20 of
-// them to wake. So one idle stream of all polls for EngineOptions::idle_spin before it sleeps.
+// Polling. The next request of a busy client comes within microseconds, and a sleeping thread takes 20
+// of them to wake. So one idle stream of all polls for EngineOptions::idle_spin before it sleeps. 3 rings
+// make 1.17 times as many calls so, and one connection 1.27 times.
 //
-// Lending. A caller's thread may run a batch on a stream that waits. The stream's own thread takes nothing
-// meanwhile.
+// Lending. A caller's thread may run a batch on a stream that waits. The stream's own thread takes
+// nothing meanwhile. A lone ring makes 1.2 times as many calls so.
 //
+// Figures: bench/results/h200/scheduler.json.
 // Guarded by the engine's lock: `mutex` is that lock, and is held.
 class IdleStreams {
  public:
