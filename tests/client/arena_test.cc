@@ -37,6 +37,7 @@ namespace logitd {
 namespace {
 
 using ::logitd::client::Arena;
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Normal;
 using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
@@ -113,11 +114,11 @@ class ArenaClientTest : public ::logitd::testing::RunningLogitd {
 
   // Waits until the server has freed what was there before.
   std::unique_ptr<Arena> Lease(int64_t bytes = kArenaBytes) const {
-    auto arena = Arena::Lease(arena_address(), bytes);
-    for (int i = 0; absl::IsResourceExhausted(arena.status()) && i < 1000; ++i) {
-      absl::SleepFor(absl::Milliseconds(10));
+    absl::StatusOr<std::unique_ptr<Arena>> arena;
+    EXPECT_TRUE(Becomes([&] {
       arena = Arena::Lease(arena_address(), bytes);
-    }
+      return !absl::IsResourceExhausted(arena.status());
+    }));
     EXPECT_TRUE(arena.ok()) << arena.status();
     return arena.ok() ? *std::move(arena) : nullptr;
   }
@@ -283,7 +284,7 @@ TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
             "--warmup", "0", "--duration", "5", nullptr);
       _exit(127);
     }
-    absl::SleepFor(absl::Milliseconds(20 + 25 * i));
+    absl::SleepFor(absl::Milliseconds(20 + 25 * i));  // any moment
     kill(child, SIGKILL);
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);
@@ -533,7 +534,7 @@ TEST_F(ArenaClientTest, KilledClientsOfAttentionLeaveNothingBehind) {
             arena_address().c_str(), "--scores", file.c_str(), "--out", out.c_str(), nullptr);
       _exit(127);
     }
-    absl::SleepFor(absl::Milliseconds(4 * i));
+    absl::SleepFor(absl::Milliseconds(4 * i));  // any moment
     kill(child, SIGKILL);
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);

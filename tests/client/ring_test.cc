@@ -14,7 +14,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -27,6 +26,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "formats/ring_protocol.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/scoring_logitd.h"
 #include "tests/client/test_values.h"
@@ -37,6 +37,7 @@ namespace {
 using ::logitd::client::Arena;
 using ::logitd::client::Ring;
 using ::logitd::client::RingOptions;
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Normal;
 using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
@@ -89,14 +90,6 @@ class RingTest : public ::logitd::testing::RunningLogitd {
     auto ring = Ring::Open(arena, kRingAt, options);
     EXPECT_TRUE(ring.ok()) << ring.status();
     return *std::move(ring);
-  }
-
-  static bool Becomes(const std::function<bool()>& true_now) {
-    for (int i = 0; i < 1000; ++i) {
-      if (true_now()) return true;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    return false;
   }
 
   // Leases until the server has freed what was there before.
@@ -266,7 +259,7 @@ TEST_F(RingTest, ASleepingPairWakesEachOther) {
   const auto ring = Open(arena.get(), options);
   const absl::string_view shared(arena->data(), kVocab * sizeof(float));
   for (int i = 0; i < 20; ++i) {
-    absl::SleepFor(absl::Milliseconds(5));  // the server's thread sleeps by now
+    ASSERT_TRUE(Becomes([&] { return arena->data()[kRingAt + kServerAsleepAt] != 0; }));
     EXPECT_TRUE(ring->TopK(TopKOf(shared, arena.get())).ok());
   }
   uint64_t tag = 0;
@@ -284,7 +277,7 @@ TEST_F(RingTest, KilledClientsLeaveNoDescriptorThreadMappingOrLease) {
             "3", "--warmup", "0", "--duration", "5", nullptr);
       _exit(127);
     }
-    absl::SleepFor(absl::Milliseconds(milliseconds));
+    absl::SleepFor(absl::Milliseconds(milliseconds));  // any moment
     kill(child, SIGKILL);
     int status = 0;
     EXPECT_EQ(waitpid(child, &status, 0), child);
@@ -345,10 +338,10 @@ TEST_F(RingTest, ADrainEndsCallsWithUnavailableAndThenTheRing) {
   ASSERT_TRUE(ring->TopK(TopKOf(shared, arena.get())).ok());
   kill(daemon_.pid(), SIGTERM);
   absl::Status status;
-  for (int i = 0; i < 5000 && status.ok(); ++i) {
+  EXPECT_TRUE(Becomes([&] {
     status = ring->TopK(TopKOf(shared, arena.get()), absl::Seconds(10)).status();
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+    return !status.ok();
+  }));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   siginfo_t end = {};
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(daemon_.pid()), &end, WEXITED | WNOWAIT), 0);

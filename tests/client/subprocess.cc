@@ -5,13 +5,13 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
 #include <chrono>
 #include <filesystem>
-#include <thread>
 #include <utility>
 
 namespace logitd::testing {
@@ -94,12 +94,12 @@ Daemon::Daemon(const std::string& name, std::vector<std::string> args) {
 Daemon::~Daemon() {
   if (pid_ == 0) return;
   kill(pid_, SIGTERM);
-  for (int i = 0; i < 2000; ++i) {
-    if (waitpid(pid_, nullptr, WNOHANG) == pid_) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  pollfd end = {static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)), POLLIN, 0};
+  if (poll(&end, 1, 20000) != 1) {
+    ADD_FAILURE() << "the daemon did not stop within 20 s of SIGTERM";
+    kill(pid_, SIGKILL);
   }
-  ADD_FAILURE() << "the daemon did not stop within 20 s of SIGTERM";
-  kill(pid_, SIGKILL);
+  close(end.fd);
   waitpid(pid_, nullptr, 0);
 }
 
