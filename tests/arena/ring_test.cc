@@ -318,6 +318,11 @@ class EchoRings : public ::testing::Test {
     return work;
   }
 
+  // From here on calls wait for AnswerHeldInReverse.
+  void Hold() {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
   void AnswerHeldInReverse() {
     std::vector<std::function<void()>> answers;
     {
@@ -392,10 +397,7 @@ TEST_F(EchoRings, CallsOneAtATimeAreAloneUntilTwoComeTogether) {
 
 TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   for (uint64_t n = 0; n < 4; ++n) peer.Submit(n, absl::StrCat(n));
   Bell();
@@ -418,10 +420,7 @@ TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {
 
 TEST_F(EchoRings, TheRingsThreadMakesMessagesThatAreNotMadeYet) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   const auto ring = Open(peer);
   EXPECT_FALSE(ring->IsOwnThread());
   for (uint64_t n = 0; n < 2; ++n) peer.Submit(n, absl::StrCat("make ", n));
@@ -436,10 +435,7 @@ TEST_F(EchoRings, TheRingsThreadMakesMessagesThatAreNotMadeYet) {
 
 TEST_F(EchoRings, ADoorbellWakesAClientThatSleeps) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   peer.SetAsleep(true);
   peer.Submit(0, "x");
@@ -510,10 +506,7 @@ TEST_F(EchoRings, APeerThatHoldsItsFileIsServedAndItsRingEnds) {
 
 TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   for (uint64_t n = 0; n < 3; ++n) peer.Submit(n, "x");
   Bell();
@@ -532,10 +525,7 @@ TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {
 TEST_F(EchoRings, TheEndOfTheServerEndsRingsThatSleepAndThatRun) {
   const Peer peer;
   const Peer other;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   const auto ring = Open(peer);
   peer.Submit(0, "x");
   ASSERT_TRUE(Becomes([&] { return held() == 1; }));
@@ -577,10 +567,7 @@ TEST_F(EchoRings, RingsAreServedWhereTheSystemGivesNoThreadsToWakeThem) {
     EXPECT_THROW(std::thread([] {}), std::system_error);
     rings_ = MakeRings(/*cores=*/4);
   }
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   std::vector<std::unique_ptr<Peer>> peers;
   std::vector<int> clients;
   for (size_t i = 0; i < kRings; ++i) {

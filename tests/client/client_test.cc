@@ -148,11 +148,6 @@ TEST(EncodeTest, RefusesWhatProtobufCannotCarry) {
   EXPECT_TRUE(EncodeRequest(request, nullptr).ok());
 }
 
-grpc::ByteBuffer Buffer(const std::string& bytes) {
-  grpc::Slice slice(bytes);
-  return grpc::ByteBuffer(&slice, 1);
-}
-
 v1::TopKResponse TwoRows() {
   v1::TopKResponse response;
   for (int k : {1, 2}) response.add_k(k);
@@ -165,7 +160,7 @@ v1::TopKResponse TwoRows() {
 }
 
 TEST(DecodeTest, RowsAreWhereTheirKsSay) {
-  grpc::ByteBuffer buffer = Buffer(TwoRows().SerializeAsString());
+  grpc::ByteBuffer buffer = BufferOf(TwoRows().SerializeAsString());
   absl::StatusOr<TopKResult> result = DecodeResponse<v1::TopKResponse>(&buffer);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->rows(), 2);
@@ -190,12 +185,12 @@ TEST(DecodeTest, AnAnswerThatDisagreesWithItselfIsInternal) {
   for (const auto& change : changes) {
     v1::TopKResponse response = TwoRows();
     change(response);
-    grpc::ByteBuffer buffer = Buffer(response.SerializeAsString());
+    grpc::ByteBuffer buffer = BufferOf(response.SerializeAsString());
     EXPECT_EQ(DecodeResponse<v1::TopKResponse>(&buffer).status().code(),
               absl::StatusCode::kInternal)
         << response.ShortDebugString();
   }
-  grpc::ByteBuffer garbage = Buffer("\xff\xff\xff garbage");
+  grpc::ByteBuffer garbage = BufferOf("\xff\xff\xff garbage");
   EXPECT_EQ(DecodeResponse<v1::TopKResponse>(&garbage).status().code(),
             absl::StatusCode::kInternal);
 }
@@ -309,7 +304,8 @@ TEST(ClientTest, RefusesWhatIsOverMaxMessageBytes) {
 }
 
 // Retries. A handler that refuses the first `times` calls with `code`.
-FakeServer::Handler Refuse(int times, grpc::StatusCode code, const char* pushback_ms = nullptr) {
+FakeServer::Handler Refuse(int times, grpc::StatusCode code, const char* pushback_ms = nullptr,
+                           const char* text = "refused") {
   return [=](int call, grpc::ServerContext* context, const v1::TopKRequest& request,
              v1::TopKResponse* response) {
     if (call > times) {
@@ -317,7 +313,7 @@ FakeServer::Handler Refuse(int times, grpc::StatusCode code, const char* pushbac
       return grpc::Status::OK;
     }
     if (pushback_ms != nullptr) context->AddTrailingMetadata("grpc-retry-pushback-ms", pushback_ms);
-    return grpc::Status(code, "refused");
+    return grpc::Status(code, text);
   };
 }
 
@@ -345,14 +341,7 @@ TEST_F(RetryTest, TriesAgainUntilItSucceeds) {
 }
 
 TEST_F(RetryTest, AStreamThatAProxyCutIsTriedAgain) {
-  FakeServer server([](int call, grpc::ServerContext*, const v1::TopKRequest& request,
-                       v1::TopKResponse* response) {
-    if (call == 1) {
-      return grpc::Status(grpc::CANCELLED, "Received RST_STREAM with error code 8");
-    }
-    ReferenceTopK(request, response);
-    return grpc::Status::OK;
-  });
+  FakeServer server(Refuse(1, grpc::CANCELLED, nullptr, "Received RST_STREAM with error code 8"));
   absl::StatusOr<TopKResult> result = Connect(server.address())->TopK(OneRow());
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->attempts, 2);

@@ -4,10 +4,7 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -23,7 +20,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/arena.h"
 #include "client/client.h"
 #include "client/ring.h"
@@ -95,13 +91,9 @@ class CudaArenaTest : public ::testing::Test {
       flags.insert(flags.end(), {"--device", devices});
     }
     daemon_ = std::make_unique<Daemon>("logitd", flags);
-    client_ = *client::Client::Create({.address = address_});
     // The driver takes long to start.
-    EXPECT_TRUE(
-        (*client::Client::Create(
-             {.address = address_, .deadline = absl::Seconds(60), .retry = {.max_attempts = 1000}}))
-            ->Health()
-            .ok());
+    client_ = *client::Client::Create(
+        {.address = address_, .deadline = absl::Seconds(60), .retry = {.max_attempts = 1000}});
     ASSERT_TRUE(::logitd::testing::WaitUntilServing(*client_));
   }
   static void SetUpTestSuite() {
@@ -358,7 +350,6 @@ size_t FreeDeviceMemory() {
 
 // Clients that are killed at any moment leave no memory, lease or descriptor behind.
 TEST_F(CudaArenaTest, KilledClientsLeaveNothingBehind) {
-  const std::string binary = ::logitd::testing::BinaryPath("load_bench");
   const auto all_is_free = [this] {
     return Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kCuda).ok() &&
            Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kHost).ok();
@@ -378,18 +369,15 @@ TEST_F(CudaArenaTest, KilledClientsLeaveNothingBehind) {
   };
   const auto kill_clients = [&](int count) {
     for (int i = 0; i < count; ++i) {
-      const pid_t child = fork();
-      if (child == 0) {
-        execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",
-              arena_address_.c_str(), "--arena-kind", i % 2 == 0 ? "cuda" : "host", "--rows", "64",
-              "--vocab", "30000", "--in-flight", "3", "--warmup", "0", "--duration", "5", nullptr);
-        _exit(127);
-      }
-      absl::SleepFor(absl::Milliseconds(150 + 60 * i));  // any moment
-      kill(child, SIGKILL);
-      int status = 0;
-      ASSERT_EQ(waitpid(child, &status, 0), child);
-      ASSERT_TRUE(WIFSIGNALED(status)) << "load_bench ended by itself: " << status;
+      // Until all memory is free again it gets no lease, and ends.
+      ASSERT_TRUE(Becomes([&] {
+        return ::logitd::testing::RunAndKill(
+            "load_bench",
+            {"--addr", address_, "--arena", arena_address_, "--arena-kind",
+             i % 2 == 0 ? "cuda" : "host", "--rows", "64", "--vocab", "30000", "--in-flight", "3",
+             "--warmup", "0", "--duration", "5"},
+            absl::Milliseconds(150 + 60 * i));
+      }));
     }
     ASSERT_TRUE(Becomes(all_is_free));
   };

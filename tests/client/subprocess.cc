@@ -14,6 +14,8 @@
 #include <filesystem>
 #include <utility>
 
+#include "absl/time/clock.h"
+
 namespace logitd::testing {
 namespace {
 
@@ -82,6 +84,15 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   if (pid != 0) waitpid(pid, &status, 0);
   ran.code = pid != 0 && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return ran;
+}
+
+bool RunAndKill(const std::string& name, std::vector<std::string> args, absl::Duration time) {
+  args.insert(args.begin(), BinaryPath(name));
+  const pid_t pid = Spawn(std::move(args), nullptr);
+  absl::SleepFor(time);
+  kill(pid, SIGKILL);
+  int status = 0;
+  return waitpid(pid, &status, 0) == pid && WIFSIGNALED(status);
 }
 
 // setpriv becomes the daemon, which then ends with this process: one that outlives a test that

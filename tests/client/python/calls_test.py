@@ -90,7 +90,8 @@ class RetryTest(TestCase):
 
     def test_does_not_wait_past_the_deadline(self):
         for client, handler in self.served(lambda: failing(EXHAUSTED, "full", 99, "5000")):
-            with self.refused(logitd.ResourceExhausted, "the next, in 5 s, would pass the deadline") as caught, Clock() as clock:
+            late = "the next, in 5 s, would pass the deadline"
+            with Clock() as clock, self.refused(logitd.ResourceExhausted, late) as caught:
                 client.top_k(ROW, k=1, deadline=2.0)
             self.assertEqual(clock.waits, [])
             self.assertEqual(caught.exception.retry_delay, 5.0)

@@ -1,7 +1,9 @@
 """Streams of score_stream and of attention that end before their last answer."""
 
+import asyncio
 import threading
 import unittest
+from unittest import mock
 
 import grpc
 import logitd
@@ -96,10 +98,18 @@ class LostStreamTest(ServerTestCase):
             context.add_callback(over.set)
             over.wait()
 
-        with FakeServer(stream={"ScoreStream": handle}) as server:
+        answered, after, wait_for = threading.Event(), logitd.client._after, asyncio.wait_for
+
+        def patience(seconds):  # counts from the first answer on, which a busy machine delays
+            return seconds if answered.is_set() else 20
+
+        with FakeServer(stream={"ScoreStream": handle}) as server, mock.patch.object(
+            logitd.client, "_after", lambda seconds, run: after(patience(seconds), run)
+        ), mock.patch("asyncio.wait_for", lambda read, seconds: wait_for(read, patience(seconds))):
             for client in self.both(server.address, score_message_bytes=40 * 4 * 5):
+                answered.clear()
                 with self.refused(logitd.DeadlineExceeded, "no answer for 0.3 s, after 1 of 12 messages"):
-                    client.score_stream(self.LOGITS, deadline=0.3, **self.SCORE)
+                    client.score_stream(self.LOGITS, deadline=0.3, progress=lambda now: answered.set(), **self.SCORE)
 
     def test_what_progress_raises_comes_out(self):
         def progress(now):
