@@ -29,9 +29,7 @@ class AttentionStreamTest : public ServedEngine {
       grpc::ClientReaderWriter<v1::AttentionSoftmaxRequest, v1::AttentionSoftmaxResponse>;
 
   AttentionStreamTest() : ServedEngine(kMaxMessage, /*max_held_bytes=*/64 << 20) {
-    const std::shared_ptr<grpc::Channel> channel = Start();
-    stub_ = v1::Attention::NewStub(channel);
-    info_ = v1::Server::NewStub(channel);
+    stub_ = v1::Attention::NewStub(channel_);
     context_.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
     first_.set_dtype(v1::DTYPE_F32);
     first_.set_batch(1);
@@ -47,8 +45,8 @@ class AttentionStreamTest : public ServedEngine {
     }
   }
 
+  const std::shared_ptr<grpc::Channel> channel_ = Start();
   std::unique_ptr<v1::Attention::Stub> stub_;
-  std::unique_ptr<v1::Server::Stub> info_;
   grpc::ClientContext context_;
   v1::AttentionSoftmaxRequest first_;
   v1::AttentionSoftmaxRequest next_;
@@ -85,10 +83,11 @@ TEST_F(AttentionStreamTest, ASlowDeviceHoldsFourChunksAndACancelFreesThem) {
   });
   EXPECT_TRUE(Becomes([&] { return backend_.log().size() == 1; }));
   EXPECT_TRUE(Becomes([&] { return admission_.held_bytes() >= 4 * kChunkBytes; }));
+  const auto info_stub = v1::Server::NewStub(channel_);
   for (int i = 0; i < 100; ++i) {  // what was sent before a call has arrived when that is answered
     grpc::ClientContext context;
     v1::GetInfoResponse info;
-    EXPECT_TRUE(info_->GetInfo(&context, v1::GetInfoRequest(), &info).ok());
+    EXPECT_TRUE(info_stub->GetInfo(&context, v1::GetInfoRequest(), &info).ok());
   }
   EXPECT_LT(admission_.held_bytes(), 5 * kChunkBytes);
   EXPECT_LT(written, 10);  // the transport buffers some unread

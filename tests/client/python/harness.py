@@ -230,13 +230,10 @@ def until(holds):
 
 
 class Clock:
-    """The clock of clients while it is entered. It stands still; a wait before a retry moves it and is over at once.
-
-    waits: how long those waits were, in seconds.
-    """
+    """The clock of clients while it is entered. It stands still; a wait before a retry moves it and is over at once."""
 
     def __init__(self):
-        self.now, self.waits = 1000.0, []
+        self.now, self.waits = 1000.0, []  # seconds
         self._patches = contextlib.ExitStack()
 
     def monotonic(self):
