@@ -134,6 +134,7 @@ class Client {
   // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND: such
   // a file cannot be read. Connects at the first call, not here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(ClientOptions options);
+  explicit Client(std::unique_ptr<Transport> transport);  // the library's own, and of its tests
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
@@ -208,7 +209,6 @@ class Client {
   const ClientOptions& options() const;
 
  private:
-  explicit Client(std::unique_ptr<Transport> transport);
   const std::unique_ptr<Transport> transport_;
 };
 

@@ -15,8 +15,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "client/messages/codec.h"
+#include "client/transport/clock.h"
 #include "formats/arena_protocol.h"
 #include "formats/ring_protocol.h"
 
@@ -43,6 +43,8 @@ bool ParseAnswer(absl::string_view packet, RingAnswer* answer, std::string* text
   *text = std::string(packet);
   return true;
 }
+
+absl::Time Now() { return SteadyClock().Now(); }
 
 constexpr size_t kMaxPacket = sizeof(RingAnswer) + kMaxArenaText;
 
@@ -148,7 +150,7 @@ absl::Status Ring::Submit(RingMethod method, const Request& request, uint64_t ta
   }
   Store(slot + offsetof(RingEntry, phase), RingPhase(submitted_, options_.slots));
   ++submitted_;
-  flights_.emplace_back(tag, Flight{method, absl::Now()});
+  flights_.emplace_back(tag, Flight{method, Now()});
   RingFence();
   if (Load(memory_ + kServerAsleepAt) == 0) return absl::OkStatus();
   // A full socket has a doorbell in it.
@@ -188,8 +190,8 @@ absl::Status Ring::Hear() {
 }
 
 absl::Status Ring::WaitReady(absl::Time end) {
-  const absl::Time spin_end = std::min(end, absl::Now() + options_.spin);
-  while (absl::Now() < spin_end) {
+  const absl::Time spin_end = std::min(end, Now() + options_.spin);
+  while (Now() < spin_end) {
     for (int i = 0; i < 32; ++i) {
       if (Ready()) return absl::OkStatus();
     }
@@ -199,7 +201,7 @@ absl::Status Ring::WaitReady(absl::Time end) {
     Store(memory_ + kClientAsleepAt, 1);
     RingFence();
     const bool ready = Ready();
-    const absl::Duration left = end - absl::Now();
+    const absl::Duration left = end - Now();
     int got = 0;
     if (!ready && left > absl::ZeroDuration()) {
       const int64_t most = 60 * 60 * 1000;
@@ -214,7 +216,7 @@ absl::Status Ring::WaitReady(absl::Time end) {
       if (absl::Status status = Hear(); !status.ok()) {
         return Ready() ? absl::OkStatus() : status;  // the last answers may still be there
       }
-    } else if (absl::Now() >= end) {
+    } else if (Now() >= end) {
       return absl::DeadlineExceededError("ring: no answer came in time");
     }
   }
@@ -222,8 +224,7 @@ absl::Status Ring::WaitReady(absl::Time end) {
 
 absl::StatusOr<RingResult> Ring::Wait(uint64_t* tag, absl::Duration timeout) {
   if (in_flight() == 0) return absl::FailedPreconditionError("ring: no call is in flight");
-  if (absl::Status status = Ready() ? absl::OkStatus() : WaitReady(absl::Now() + timeout);
-      !status.ok()) {
+  if (absl::Status status = Ready() ? absl::OkStatus() : WaitReady(Now() + timeout); !status.ok()) {
     return status;
   }
   const char* const slot = completion();
@@ -251,7 +252,7 @@ absl::StatusOr<RingResult> Ring::Wait(uint64_t* tag, absl::Duration timeout) {
       auto decoded = DecodeResponse<decltype(Result::answer)>(&message);
       status = decoded.status();
       if (!decoded.ok()) return;
-      decoded->round_trip = absl::Now() - call.begun;
+      decoded->round_trip = Now() - call.begun;
       decoded->attempts = 1;
       *into = *std::move(decoded);
     };

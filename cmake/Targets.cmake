@@ -200,7 +200,7 @@ function(logitd_test dir)
     add_test(NAME ${name} COMMAND ${before} $<TARGET_FILE:${name}>)
     set_tests_properties(${name} PROPERTIES LABELS "${kind};${dir}" TIMEOUT 2400
       SKIP_REGULAR_EXPRESSION "no CUDA device: every test skipped")
-    if(dir MATCHES "^(engine|rpc|door|arena|e2e)$")
+    if(dir MATCHES "^(engine|rpc|e2e)$")
       set_tests_properties(${name} PROPERTIES RESOURCE_LOCK time)  # it measures short times: not two of them at once
     endif()
     if(kind STREQUAL "gpu")

@@ -8,8 +8,6 @@
 #include <cstdio>
 #include <utility>
 
-#include "server/base/clock.h"
-
 namespace logitd {
 namespace {
 
@@ -33,22 +31,11 @@ int64_t ResidentBytes() {
 }
 
 MemoryWatch::MemoryWatch(MemoryWatchOptions options)
-    : options_(std::move(options)), thread_([this] { Run(); }) {}
-
-MemoryWatch::~MemoryWatch() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stop_ = true;
-  }
-  thread_.join();
-}
-
-void MemoryWatch::Run() {
-  while (true) {
-    const absl::Duration next = Look();
-    absl::MutexLock lock(&mutex_);
-    if (mutex_.AwaitWithTimeout(absl::Condition(&stop_), next)) return;
-  }
+    : options_(std::move(options)), look_(*options_.clock, [this](absl::Time) {
+        const absl::Duration next = Look();
+        return options_.clock->Now() + next;  // Look may take long
+      }) {
+  look_.RunBy(options_.clock->Now() + options_.period);
 }
 
 absl::Duration MemoryWatch::Look() {
@@ -61,9 +48,9 @@ absl::Duration MemoryWatch::Look() {
     options_.saw(resident);
     return shedding_ ? kShortPeriod : options_.period;
   }
-  const int64_t start_ns = MonotonicNanos();
+  const absl::Time start = options_.clock->Now();
   options_.give_back();
-  const absl::Duration taken = absl::Nanoseconds(MonotonicNanos() - start_ns);
+  const absl::Duration taken = options_.clock->Now() - start;
   resident = options_.resident();
   options_.saw(resident);
   if (resident > most) Shed(true);
@@ -71,7 +58,7 @@ absl::Duration MemoryWatch::Look() {
 }
 
 void MemoryWatch::GiveBackUnused(int64_t resident) {
-  const int64_t now_ns = MonotonicNanos();
+  const int64_t now_ns = options_.clock->Nanos();
   if (resident - options_.base <= options_.held() + options_.spare) {
     unused_since_ns_ = 0;
   } else if (unused_since_ns_ == 0) {

@@ -2,15 +2,12 @@
 #ifndef LOGITD_SERVER_MEMORY_WATCH_H_
 #define LOGITD_SERVER_MEMORY_WATCH_H_
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <thread>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/alarm.h"
+#include "server/base/clock.h"
 
 namespace logitd {
 
@@ -40,24 +37,21 @@ struct MemoryWatchOptions {
   int64_t spare = int64_t{256} << 20;
   absl::Duration quiet = absl::Seconds(5);
 
+  Clock* clock = &SteadyClock();  // outlives the watch
   std::function<int64_t()> resident = &ResidentBytes;
   std::function<void()> give_back;  // unused memory, to the system
 };
 
-// A thread that looks at the resident memory. Above the limit less the margin it gives unused memory
+// Looks at the resident memory in each period. Above the limit less the margin it gives unused memory
 // back to the system and, if that is not enough, has new connections refused. It cuts nobody.
 // Thread-safe.
 class MemoryWatch {
  public:
   explicit MemoryWatch(MemoryWatchOptions options);
-  ~MemoryWatch();
-  MemoryWatch(const MemoryWatch&) = delete;
-  MemoryWatch& operator=(const MemoryWatch&) = delete;
 
   int64_t limit() const { return options_.base + options_.allowed_growth(); }
 
  private:
-  void Run();
   // One look. Returns the time until the next.
   absl::Duration Look();
   void GiveBackUnused(int64_t resident);
@@ -65,13 +59,11 @@ class MemoryWatch {
 
   const MemoryWatchOptions options_;
 
-  // Only the thread uses these.
+  // Only looks use these.
   bool shedding_ = false;
   int64_t unused_since_ns_ = 0;  // 0: it is not
 
-  absl::Mutex mutex_;
-  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  Alarm look_;
 };
 
 }  // namespace logitd

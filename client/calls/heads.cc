@@ -9,7 +9,7 @@ absl::StatusOr<v1::Head> Client::LoadHead(
     const v1::LoadHeadRequest& request,
     const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress) {
   grpc::ClientContext context;
-  transport_->Describe(&context, /*message_bytes=*/std::nullopt);
+  transport_->Describe(&context, absl::InfiniteFuture(), /*message_bytes=*/std::nullopt);
   const auto stub = v1::Heads::NewStub(transport_->channel());
   const auto reader = stub->Load(&context, request);
   v1::LoadHeadResponse message;

@@ -1,5 +1,4 @@
 // TopK, Sample, Verify and Score: one message of rows, one answer.
-#include <chrono>
 #include <utility>
 
 #include "client/client.h"
@@ -8,8 +7,6 @@
 
 namespace logitd::client {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
@@ -53,7 +50,8 @@ void CallAsync(Transport& transport, const char* method, const LogitsRequest<Par
   }
   Throttle* const throttle = transport.ThrottleOf(method);
   if (throttle != nullptr) {
-    if (absl::Status status = throttle->Ask(absl::Now()); !status.ok()) return done(status);
+    if (absl::Status status = throttle->Ask(transport.clock().Now()); !status.ok())
+      return done(status);
   }
   absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, request.owner);
   if (!buffer.ok()) return done(buffer.status());
@@ -61,22 +59,22 @@ void CallAsync(Transport& transport, const char* method, const LogitsRequest<Par
     grpc::ClientContext context;
     grpc::ByteBuffer request;
     grpc::ByteBuffer response;
-    Clock::time_point start;
+    absl::Time start;
     std::function<void(absl::StatusOr<LogitsResult<Answer>>)> done;
   };
   auto call = std::make_shared<InFlight>();
   call->request.Swap(&*buffer);
-  call->start = Clock::now();
+  call->start = transport.clock().Now();
   call->done = std::move(done);
-  call->context.set_deadline(absl::ToChronoTime(transport.Deadline()));
-  transport.Describe(&call->context, static_cast<int64_t>(call->request.Length()));
+  transport.Describe(&call->context, transport.Deadline(),
+                     static_cast<int64_t>(call->request.Length()));
   transport.stub().UnaryCall(
       &call->context, method, {}, &call->request, &call->response,
-      [call, throttle](const grpc::Status& grpc_status) {
-        const absl::Duration round_trip = absl::FromChrono(Clock::now() - call->start);
+      [call, throttle, &clock = transport.clock()](const grpc::Status& grpc_status) {
+        const absl::Duration round_trip = clock.Now() - call->start;
         const absl::Status status = ToAbsl(grpc_status);
         if (throttle != nullptr) {
-          throttle->Ended(status, PushbackOf(call->context), absl::Now());
+          throttle->Ended(status, PushbackOf(call->context), clock.Now());
         }
         if (!status.ok()) return call->done(status);
         absl::StatusOr<LogitsResult<Answer>> result = DecodeResponse<Answer>(&call->response);

@@ -1,7 +1,6 @@
 // SampleStream: the typed stream of gRPC's synchronous API, with raw messages on both sides.
 #include <grpcpp/support/sync_stream.h>
 
-#include <chrono>
 #include <deque>
 #include <string>
 #include <utility>
@@ -15,8 +14,6 @@
 namespace logitd::client {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 class RawSampleStream final : public SampleStream {
  public:
   using Stream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
@@ -24,8 +21,9 @@ class RawSampleStream final : public SampleStream {
 
   explicit RawSampleStream(const Transport& transport)
       : method_("/logitd.v1.Sampler/SampleStream", grpc::internal::RpcMethod::BIDI_STREAMING,
-                transport.channel()) {
-    transport.Describe(&context_, /*message_bytes=*/std::nullopt);
+                transport.channel()),
+        clock_(transport.clock()) {
+    transport.Describe(&context_, absl::InfiniteFuture(), /*message_bytes=*/std::nullopt);
     stream_.reset(Factory::Create(transport.channel().get(), method_, &context_));
   }
 
@@ -51,7 +49,7 @@ class RawSampleStream final : public SampleStream {
     if (!buffer.ok()) return buffer.status();
     {
       absl::MutexLock lock(&mutex_);
-      written_.push_back(Clock::now());
+      written_.push_back(clock_.Now());
     }
     if (stream_->Write(*buffer)) return absl::OkStatus();
     return absl::UnavailableError("the stream has ended; Read has the reason");
@@ -67,7 +65,7 @@ class RawSampleStream final : public SampleStream {
       absl::StatusOr<SampleResult> result = DecodeResponse<v1::SampleResponse>(&message);
       absl::MutexLock lock(&mutex_);
       if (result.ok() && !written_.empty()) {
-        result->round_trip = absl::FromChrono(Clock::now() - written_.front());
+        result->round_trip = clock_.Now() - written_.front();
         result->attempts = 1;
         written_.pop_front();
       }
@@ -82,12 +80,13 @@ class RawSampleStream final : public SampleStream {
  private:
   grpc::ClientContext context_;
   const grpc::internal::RpcMethod method_;
+  const Clock& clock_;
   std::unique_ptr<Stream> stream_;
   bool done_ = false;        // the writer's
   bool ended_ = false;       // the reader's
   absl::Status end_status_;  // the reader's
   absl::Mutex mutex_;
-  std::deque<Clock::time_point> written_ ABSL_GUARDED_BY(mutex_);
+  std::deque<absl::Time> written_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace

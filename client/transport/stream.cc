@@ -1,42 +1,36 @@
 // Transport::Stream: one attempt of a streamed call, driven by its completion queue.
-#include <chrono>
-
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "client/transport/transport.h"
 
 namespace logitd::client {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 class StreamAttempt {
  public:
-  StreamAttempt(const Transport& transport, MessageStream* messages, absl::Duration patience,
-                PayloadHold* hold, grpc::CompletionQueue* cq)
-      : messages_(messages), patience_(patience), hold_(hold), cq_(cq) {
-    transport.Describe(&context_, /*message_bytes=*/std::nullopt);
+  StreamAttempt(const Transport& transport, MessageStream* messages, absl::Time deadline,
+                absl::Duration patience, PayloadHold* hold, grpc::CompletionQueue* cq)
+      : clock_(transport.clock()), messages_(messages), patience_(patience), hold_(hold), cq_(cq) {
+    transport.Describe(&context_, deadline, /*message_bytes=*/std::nullopt);
   }
 
-  Attempt Run(grpc::GenericStub* stub, const char* method, absl::Time deadline) {
-    if (deadline < absl::InfiniteFuture()) context_.set_deadline(absl::ToChronoTime(deadline));
-    const Clock::time_point start = Clock::now();
-    answer_due_ = absl::Now() + patience_;
+  Attempt Run(grpc::GenericStub* stub, const char* method) {
+    const absl::Time start = clock_.Now();
+    answer_due_ = start + patience_;
     call_ = stub->PrepareCall(&context_, method, cq_);
     call_->StartCall(&steps_[kStart]);
     pending_ = 1;
     while (pending_ > 0) {
       void* tag;
       bool ok;
-      if (cq_->AsyncNext(&tag, &ok, absl::ToChronoTime(answer_due_)) ==
+      if (cq_->AsyncNext(&tag, &ok, FromNow(clock_.SleepUntil(answer_due_))) ==
           grpc::CompletionQueue::TIMEOUT) {
-        GiveUp();
+        if (clock_.Now() >= answer_due_) GiveUp();
         continue;
       }
       --pending_;
       OnStep(*static_cast<Step*>(tag), ok);
     }
-    return Result(absl::FromChrono(Clock::now() - start));
+    return Result(clock_.Now() - start);
   }
 
  private:
@@ -82,7 +76,7 @@ class StreamAttempt {
                    : absl::InternalError("the server sent more answers than there were messages");
     }
     if (!fault_.ok()) context_.TryCancel();
-    answer_due_ = absl::Now() + patience_;  // Take's own time does not count against the server
+    answer_due_ = clock_.Now() + patience_;  // Take's own time does not count against the server
   }
 
   // An answer took longer than `patience_`.
@@ -111,6 +105,7 @@ class StreamAttempt {
     return attempt;
   }
 
+  Clock& clock_;
   MessageStream* const messages_;
   const absl::Duration patience_;
   PayloadHold* const hold_;
@@ -135,8 +130,8 @@ Attempt Transport::Stream(const char* method, MessageStream* messages, absl::Tim
   grpc::CompletionQueue cq;
   Attempt attempt;
   {  // the call ends before the wait for its slices
-    StreamAttempt stream(*this, messages, patience, hold, &cq);
-    attempt = stream.Run(&stub_, method, deadline);
+    StreamAttempt stream(*this, messages, deadline, patience, hold, &cq);
+    attempt = stream.Run(&stub_, method);
   }
   ReleaseAndShutdown(hold, &cq);
   return attempt;

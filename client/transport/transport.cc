@@ -3,7 +3,6 @@
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <algorithm>
-#include <chrono>
 #include <random>
 #include <utility>
 
@@ -15,8 +14,6 @@
 
 namespace logitd::client {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // A message that is too large for a transport, the server's or ours, stays too large. gRPC has the
 // same code for it as for a full server, which does not reset the stream.
@@ -56,6 +53,10 @@ bool ParseMessage(grpc::ByteBuffer* buffer, google::protobuf::MessageLite* messa
   return reader.status().ok() && message->ParseFromZeroCopyStream(&reader);
 }
 
+std::chrono::system_clock::time_point FromNow(absl::Duration left) {
+  return absl::ToChronoTime(absl::Now() + left);
+}
+
 std::optional<int64_t> PushbackOf(const grpc::ClientContext& context) {
   const auto& trailers = context.GetServerTrailingMetadata();
   const auto it = trailers.find("grpc-retry-pushback-ms");
@@ -72,17 +73,19 @@ void ReleaseAndShutdown(PayloadHold* hold, grpc::CompletionQueue* cq) {
   absl::Notification* const released = hold == nullptr ? nullptr : hold->released();
   while (released != nullptr &&
          !released->WaitForNotificationWithTimeout(absl::Microseconds(200))) {
-    cq->AsyncNext(&tag, &ok, std::chrono::system_clock::now() + std::chrono::milliseconds(1));
+    cq->AsyncNext(&tag, &ok, FromNow(absl::Milliseconds(1)));
   }
   cq->Shutdown();
   while (cq->Next(&tag, &ok)) {
   }
 }
 
-Transport::Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel)
-    : options_(std::move(options)), channel_(std::move(channel)), stub_(channel_) {}
+Transport::Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel, Clock& clock)
+    : options_(std::move(options)), channel_(std::move(channel)), stub_(channel_), clock_(clock) {}
 
-void Transport::Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const {
+void Transport::Describe(grpc::ClientContext* context, absl::Time deadline,
+                         std::optional<int64_t> message_bytes) const {
+  if (deadline < absl::InfiniteFuture()) context->set_deadline(FromNow(deadline - clock_.Now()));
   if (!options_.token.empty()) {
     context->AddMetadata("authorization", absl::StrCat("Bearer ", options_.token));
   }
@@ -114,7 +117,7 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
                         PayloadHold* hold) {
   Attempt attempt;
   Throttle* const throttle = ThrottleOf(method);
-  if (throttle != nullptr) attempt.status = throttle->Ask(absl::Now());
+  if (throttle != nullptr) attempt.status = throttle->Ask(clock_.Now());
   if (!attempt.status.ok()) {
     request->Clear();
     attempt.pushback_ms = throttle->pushback_ms();
@@ -123,10 +126,9 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
   grpc::CompletionQueue cq;
   {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(deadline));
-    Describe(&context, static_cast<int64_t>(request->Length()));
+    Describe(&context, deadline, static_cast<int64_t>(request->Length()));
     grpc::Status status;
-    const Clock::time_point start = Clock::now();
+    const absl::Time start = clock_.Now();
     auto call = stub_.PrepareUnaryCall(&context, method, *request, &cq);
     request->Clear();
     call->StartCall();
@@ -134,12 +136,12 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
     void* tag;
     bool ok;
     cq.Next(&tag, &ok);
-    attempt.round_trip = absl::FromChrono(Clock::now() - start);
+    attempt.round_trip = clock_.Now() - start;
     attempt.status = ToAbsl(status);
     if (!status.ok()) attempt.pushback_ms = PushbackOf(context);
   }
   if (throttle != nullptr) {
-    throttle->Ended(attempt.status, attempt.pushback_ms, absl::Now());
+    throttle->Ended(attempt.status, attempt.pushback_ms, clock_.Now());
   }
   ReleaseAndShutdown(hold, &cq);
   return attempt;
@@ -147,12 +149,10 @@ Attempt Transport::Call(const char* method, grpc::ByteBuffer* request, absl::Tim
 
 // The channel works meanwhile: it reconnects only while somebody polls it.
 void Transport::Sleep(absl::Duration delay) {
-  const Clock::time_point start = Clock::now();
-  absl::Duration left = delay;
-  while (left > absl::ZeroDuration()) {
+  const absl::Time end = clock_.Now() + delay;
+  while (clock_.Now() < end) {
     channel_->WaitForStateChange(channel_->GetState(/*try_to_connect=*/true),
-                                 absl::ToChronoTime(absl::Now() + left));
-    left = delay - absl::FromChrono(Clock::now() - start);
+                                 FromNow(clock_.SleepUntil(end)));
   }
 }
 
@@ -177,7 +177,7 @@ Attempt Transport::Retry(absl::Time deadline,
       const absl::Duration delay = attempt.pushback_ms.has_value()
                                        ? absl::Milliseconds(*attempt.pushback_ms)
                                        : backoff * Jitter();
-      if (absl::Now() + delay < deadline) {
+      if (clock_.Now() + delay < deadline) {
         Sleep(delay);
         backoff = std::min(backoff * 2, options_.retry.max_backoff);
         continue;

@@ -10,6 +10,7 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/options.h"
+#include "client/transport/clock.h"
 #include "client/transport/payload_hold.h"
 #include "client/transport/throttle.h"
 #include "logitd/v1/server.pb.h"
@@ -62,18 +64,22 @@ bool ParseMessage(grpc::ByteBuffer* buffer, google::protobuf::MessageLite* messa
 // Thread-safe.
 class Transport {
  public:
-  Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel);
+  // `clock` outlives this.
+  Transport(ClientOptions options, std::shared_ptr<grpc::Channel> channel,
+            Clock& clock = SteadyClock());
 
   const ClientOptions& options() const { return options_; }
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   grpc::GenericStub& stub() { return stub_; }
+  Clock& clock() const { return clock_; }
 
-  // The deadline of a whole call that begins now.
-  absl::Time Deadline() const { return absl::Now() + options_.deadline; }
+  // The deadline of a whole call that begins now, as every `deadline` here: of `clock`.
+  absl::Time Deadline() const { return clock_.Now() + options_.deadline; }
 
-  // Adds what the server is told about a call besides its message: the token, the priority, and the
-  // bytes of the message where they are known.
-  void Describe(grpc::ClientContext* context, std::optional<int64_t> message_bytes) const;
+  // Adds what the server is told about a call besides its message: the deadline, the token, the
+  // priority, and the bytes of the message where they are known.
+  void Describe(grpc::ClientContext* context, absl::Time deadline,
+                std::optional<int64_t> message_bytes) const;
 
   // INVALID_ARGUMENT: the request is larger than ClientOptions::max_message_bytes.
   absl::Status CheckSize(const grpc::ByteBuffer& request) const;
@@ -129,11 +135,14 @@ class Transport {
   const ClientOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;
   grpc::GenericStub stub_;
+  Clock& clock_;
   absl::Mutex mutex_;
   std::optional<v1::Limits> limits_ ABSL_GUARDED_BY(mutex_);
   absl::node_hash_map<std::string, Throttle> throttles_ ABSL_GUARDED_BY(mutex_);  // by method
 };
 
+// A time of day that is `left` from now, for gRPC.
+std::chrono::system_clock::time_point FromNow(absl::Duration left);
 // The server's delay before the next attempt, where its trailing metadata has one.
 std::optional<int64_t> PushbackOf(const grpc::ClientContext& context);
 // Waits until `hold` (may be null) is released, polling `cq` meanwhile: without a poller the

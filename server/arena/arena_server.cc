@@ -22,7 +22,6 @@
 #include "prometheus/gauge.h"
 #include "prometheus/registry.h"
 #include "server/arena/send_file.h"
-#include "server/base/clock.h"
 #include "server/log/limited.h"
 
 namespace logitd::arena {
@@ -110,12 +109,12 @@ struct ArenaServer::Peer {
 
 ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
                          std::shared_ptr<prometheus::Registry> registry,
-                         door::ListeningSocket socket, int stop_fd)
+                         door::ListeningSocket socket, int wake_fd)
     : options_(options),
       leases_(leases),
       registry_(std::move(registry)),
       socket_(socket),
-      stop_fd_(stop_fd),
+      wake_(wake_fd),
       open_(AddGauge(*registry_, "logitd_arena_leases", "Leased arenas.")),
       bytes_(AddGauge(*registry_, "logitd_arena_bytes",
                       "Host memory of arenas, also of ended leases until it is free.")),
@@ -132,6 +131,7 @@ ArenaServer::ArenaServer(const ArenaServerOptions& options, Leases* leases,
       rings_opened_(AddCounter(*registry_, "logitd_arena_rings_total", "Rings that were opened.")) {
   AddGauge(*registry_, "logitd_arena_bytes_limit", "Most host memory of all arenas.")
       ->Set(static_cast<double>(leases_->limits().max_bytes));
+  moved_ = options_.clock->WhenMoved([this] { wake_.Raise(); });
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -142,30 +142,30 @@ absl::StatusOr<std::unique_ptr<ArenaServer>> ArenaServer::Start(
   const absl::StatusOr<std::vector<door::ListeningSocket>> sockets =
       door::ListenOn(options.address, {.type = SOCK_SEQPACKET, .mode = options.mode});
   if (!sockets.ok()) return sockets.status();
-  const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (stop_fd < 0) {
+  const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (wake_fd < 0) {
     door::RemoveSocketFile(options.address, sockets->front());
     close(sockets->front().fd);
     return absl::UnavailableError(absl::StrCat("eventfd: ", std::strerror(errno)));
   }
   return std::unique_ptr<ArenaServer>(
-      new ArenaServer(options, leases, std::move(registry), sockets->front(), stop_fd));
+      new ArenaServer(options, leases, std::move(registry), sockets->front(), wake_fd));
 }
 
 ArenaServer::~ArenaServer() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(stop_fd_, &one, sizeof(one));
+  moved_ = nullptr;
+  stopping_ = true;
+  wake_.Raise();
   thread_.join();
   for (Peer& peer : peers_) EndPeer(peer);
   EndRings(absl::InfiniteDuration());
   door::RemoveSocketFile(options_.address, socket_);
   close(socket_.fd);
-  close(stop_fd_);
 }
 
 void ArenaServer::ServeRings(ServeRing serve, int cores) {
   absl::MutexLock lock(&rings_mutex_);
-  rings_ = std::make_unique<Rings>(std::move(serve), cores);
+  rings_ = std::make_unique<Rings>(std::move(serve), cores, *options_.clock);
 }
 
 bool ArenaServer::EndRings(absl::Duration most) {
@@ -180,11 +180,11 @@ void ArenaServer::Run() {
   bool some_used = false;  // memory of ended leases
   std::vector<pollfd> fds;
   while (true) {
-    const int64_t now_ns = MonotonicNanos();
+    const int64_t now_ns = options_.clock->Nanos();
     int64_t wake_ns = some_used ? now_ns + kSoonNs : kNever;
     const bool accepts = accept_again_ns_ <= now_ns;
     if (!accepts) wake_ns = std::min(wake_ns, accept_again_ns_);
-    fds.assign({{.fd = stop_fd_, .events = POLLIN},
+    fds.assign({{.fd = wake_.fd(), .events = POLLIN},
                 {.fd = accepts ? socket_.fd : -1, .events = POLLIN},
                 {.fd = leases_->freed_fd(), .events = POLLIN}});
     const size_t before_peers = fds.size();
@@ -194,16 +194,17 @@ void ArenaServer::Run() {
       fds.push_back({.fd = peer.fd, .events = reads ? int16_t{POLLIN} : int16_t{0}});
       if (!peer.lease.has_value()) wake_ns = std::min(wake_ns, peer.ask_by_ns);
     }
-    int wait_ms = -1;
-    if (wake_ns != kNever) {
-      wait_ms = static_cast<int>(std::max<int64_t>(wake_ns - now_ns, 0) / 1'000'000) + 1;
-    }
+    const absl::Duration most = options_.clock->SleepUntil(wake_ns);
+    const int wait_ms = most == absl::InfiniteDuration()
+                            ? -1
+                            : static_cast<int>(absl::ToInt64Milliseconds(most)) + 1;
     if (poll(fds.data(), fds.size(), wait_ms) < 0) continue;
-    if (fds[0].revents != 0) return;
+    if (stopping_) return;
+    if (fds[0].revents != 0) wake_.Lower();
     for (size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
       const bool heard = fds[before_peers + i].revents != 0;
-      const bool late = !peer.lease.has_value() && MonotonicNanos() >= peer.ask_by_ns;
+      const bool late = !peer.lease.has_value() && options_.clock->Nanos() >= peer.ask_by_ns;
       if (!heard && late) {
         Refuse(peer, absl::DeadlineExceededError(absl::StrFormat(
                          "arena: got no request in %s, allowed one right after the connection",
@@ -226,11 +227,12 @@ void ArenaServer::Accept() {
     // Without a descriptor for it the connection stays in the queue, and would wake this thread
     // again and again.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-      accept_again_ns_ = MonotonicNanos() + kSoonNs;
+      accept_again_ns_ = options_.clock->Nanos() + kSoonNs;
     }
     return;
   }
-  const int64_t ask_by_ns = MonotonicNanos() + absl::ToInt64Nanoseconds(options_.ask_timeout);
+  const int64_t ask_by_ns =
+      options_.clock->Nanos() + absl::ToInt64Nanoseconds(options_.ask_timeout);
   Peer peer = {.fd = fd, .user = {}, .ask_by_ns = ask_by_ns, .lease = {}};
   socklen_t length = sizeof(peer.user);
   absl::Status allowed =

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,6 +18,7 @@
 #include "absl/time/time.h"
 #include "server/arena/leases.h"
 #include "server/arena/ring.h"
+#include "server/base/clock.h"
 #include "server/door/address.h"
 #include "server/door/listening_socket.h"
 
@@ -36,6 +38,7 @@ struct ArenaServerOptions {
   std::function<absl::Status(uid_t)> check_user = [](uid_t) { return absl::OkStatus(); };
   // A peer that has connected must ask within this time.
   absl::Duration ask_timeout = absl::Seconds(5);
+  Clock* clock = &SteadyClock();  // of that time, and of the rings; outlives the server
 };
 
 // Serves leases with one thread. Every connection is watched until it ends, and its lease with it.
@@ -71,7 +74,7 @@ class ArenaServer {
 
   ArenaServer(const ArenaServerOptions& options, Leases* leases,
               std::shared_ptr<prometheus::Registry> registry, door::ListeningSocket socket,
-              int stop_fd);
+              int wake_fd);
 
   void Run();
   void Accept();
@@ -91,7 +94,7 @@ class ArenaServer {
   Leases* const leases_;
   const std::shared_ptr<prometheus::Registry> registry_;
   const door::ListeningSocket socket_;
-  const int stop_fd_;
+  const WakeEvent wake_;  // of the thread, where it stops or time was moved by hand
   prometheus::Gauge* open_;
   prometheus::Gauge* bytes_;
   prometheus::Gauge* leaving_bytes_;
@@ -106,6 +109,8 @@ class ArenaServer {
   // Used by the thread only.
   std::vector<Peer> peers_;
   int64_t accept_again_ns_ = 0;  // after a failure for lack of descriptors
+  std::atomic<bool> stopping_ = false;
+  std::shared_ptr<void> moved_;  // see Clock::WhenMoved
   std::thread thread_;
 };
 

@@ -18,7 +18,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "server/base/clock.h"
 #include "server/log/limited.h"
 
 namespace logitd::arena {
@@ -170,7 +169,7 @@ void Ring::PostNow() {
 }
 
 bool Ring::MaySpin() {
-  const int64_t idle = MonotonicNanos() - worked_ns_;
+  const int64_t idle = rings_->clock_.Nanos() - worked_ns_;
   if (idle < kSpinNs) return true;
   absl::MutexLock lock(&mutex_);
   return idle < kSpinRunningNs && !open_.empty();
@@ -213,7 +212,7 @@ void Ring::CutOff(const absl::Status& why) {
 
 void Ring::Run() {
   thread_ = std::this_thread::get_id();
-  worked_ns_ = MonotonicNanos();
+  worked_ns_ = rings_->clock_.Nanos();
   while (!stop_) {
     // Doorbells only wake; an end of the connection shows here too, as 0 bytes.
     std::array<char, sizeof(RingAsk)> bell;
@@ -224,7 +223,7 @@ void Ring::Run() {
       break;
     }
     if (*posted || *taken) {
-      worked_ns_ = MonotonicNanos();
+      worked_ns_ = rings_->clock_.Nanos();
       continue;
     }
     if (!rings_->Crowded() && MaySpin() && (spins_ || (spins_ = rings_->TakeSpin()))) {
@@ -247,7 +246,7 @@ void Ring::Run() {
           "ring: got a packet of more than 1 byte, allowed doorbells; a lease has one ring"));
       break;
     }
-    worked_ns_ = MonotonicNanos();
+    worked_ns_ = rings_->clock_.Nanos();
   }
   if (std::exchange(spins_, false)) rings_->EndSpin();
   rings_->calls_.fetch_sub(std::exchange(calls_, 0), std::memory_order_relaxed);
@@ -277,7 +276,7 @@ void WakeList::Run() {
   int64_t look_until = 0;
   while (true) {
     std::shared_ptr<const WakeEvent> ring;
-    while (size_ == 0 && MonotonicNanos() < look_until) std::this_thread::yield();
+    while (size_ == 0 && !ended_ && clock_.Nanos() < look_until) std::this_thread::yield();
     {
       absl::MutexLock lock(&mutex_);
       mutex_.Await(absl::Condition(&some));
@@ -287,7 +286,7 @@ void WakeList::Run() {
       size_ = rings_.size();
     }
     ring->Raise();
-    look_until = MonotonicNanos() + kWakerSpinNs;
+    look_until = clock_.Nanos() + kWakerSpinNs;
   }
 }
 
@@ -296,10 +295,11 @@ void WakeList::End() {
   ended_ = true;
 }
 
-Rings::Rings(ServeRing serve, int cores)
+Rings::Rings(ServeRing serve, int cores, const Clock& clock)
     : serve_(std::move(serve)),
+      clock_(clock),
       max_spinning_(std::max(1, cores / 4)),
-      wakes_(std::make_shared<WakeList>(max_spinning_)) {
+      wakes_(std::make_shared<WakeList>(max_spinning_, clock)) {
   try {
     for (int i = 0; i < std::max(1, cores / kCoresPerWaker); ++i) {
       wakers_.emplace_back([this] { wakes_->Run(); });

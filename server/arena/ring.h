@@ -24,6 +24,7 @@
 #include "formats/ring_protocol.h"
 #include "server/arena/leases.h"
 #include "server/arena/ring_pages.h"
+#include "server/base/clock.h"
 
 namespace logitd::arena {
 
@@ -58,8 +59,8 @@ class WakeEvent {
 // the rings: the last owner of a ring may have to unpin its memory, which takes long. Thread-safe.
 class WakeList {
  public:
-  // Where at most `few` rings are open, Wake itself wakes their threads.
-  explicit WakeList(int few) : few_(few) {}
+  // Where at most `few` rings are open, Wake itself wakes their threads. `clock` outlives this.
+  WakeList(int few, const Clock& clock) : few_(few), clock_(clock) {}
 
   void Count(int rings) { open_ += rings; }
   // Wakes the thread of a ring, now or soon.
@@ -71,11 +72,12 @@ class WakeList {
 
  private:
   const int few_;
+  const Clock& clock_;
   std::atomic<int> open_ = 0;
   std::atomic<size_t> size_ = 0;  // of rings_
   absl::Mutex mutex_;
   std::deque<std::shared_ptr<const WakeEvent>> rings_ ABSL_GUARDED_BY(mutex_);
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> ended_ = false;
 };
 
 // An open ring. Only a thread of its own touches the shared memory. Thread-safe.
@@ -175,8 +177,9 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 // goes on with fewer, or none, where the system gives no more threads.
 class Rings {
  public:
-  // `cores`: that the process may use.
-  Rings(ServeRing serve, int cores);
+  // `cores`: that the process may use. `clock`: of the time for which a thread looks for work; outlives
+  // this.
+  Rings(ServeRing serve, int cores, const Clock& clock = SteadyClock());
   // Stops every ring and waits for its thread.
   ~Rings();
   // Stops every ring, and waits for their threads, at most so long. False: one still runs.
@@ -199,6 +202,7 @@ class Rings {
   void Ended(Ring* ring);
 
   const ServeRing serve_;
+  const Clock& clock_;
   const int max_spinning_;
   std::atomic<int> spinning_ = 0;
   std::atomic<int> calls_ = 0;  // open, of all rings

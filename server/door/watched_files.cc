@@ -48,16 +48,12 @@ std::string DigestOf(const std::vector<std::string>& contents) {
 
 }  // namespace
 
-WatchedFiles::WatchedFiles(std::vector<FileGroup> groups, absl::Duration period) : period_(period) {
+WatchedFiles::WatchedFiles(std::vector<FileGroup> groups, Clock& clock)
+    : clock_(clock), look_(clock, [this](absl::Time now) {
+        LookAtAll();
+        return now + kPeriod;
+      }) {
   for (FileGroup& group : groups) watched_.push_back({.group = std::move(group)});
-}
-
-WatchedFiles::~WatchedFiles() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stop_ = true;
-  }
-  if (thread_.joinable()) thread_.join();
 }
 
 absl::Status WatchedFiles::Look(Watched& watched, bool* changed) {
@@ -90,30 +86,22 @@ absl::Status WatchedFiles::Load() {
   return absl::OkStatus();
 }
 
-void WatchedFiles::Start() {
-  thread_ = std::thread([this] { Run(); });
-}
+void WatchedFiles::Start() { look_.RunBy(clock_.Now() + kPeriod); }
 
-void WatchedFiles::Run() {
-  const auto stops_within_period = [this] {
-    absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithTimeout(absl::Condition(&stop_), period_);
-  };
-  while (!stops_within_period()) {
-    for (Watched& watched : watched_) {
-      bool changed = false;
-      const absl::Status status = Look(watched, &changed);
-      const std::string error(status.message());
-      const bool news = changed || (!status.ok() && error != watched.error);
-      if (!news) continue;
-      watched.error = error;
-      watched.group.on_read(status.ok());
-      if (status.ok()) {
-        spdlog::info("read again after a change: {}", watched.group.name);
-      } else {
-        spdlog::error("{}: what it holds now cannot be used, so what was read before stays: {}",
-                      watched.group.name, error);
-      }
+void WatchedFiles::LookAtAll() {
+  for (Watched& watched : watched_) {
+    bool changed = false;
+    const absl::Status status = Look(watched, &changed);
+    const std::string error(status.message());
+    const bool news = changed || (!status.ok() && error != watched.error);
+    if (!news) continue;
+    watched.error = error;
+    watched.group.on_read(status.ok());
+    if (status.ok()) {
+      spdlog::info("read again after a change: {}", watched.group.name);
+    } else {
+      spdlog::error("{}: what it holds now cannot be used, so what was read before stays: {}",
+                    watched.group.name, error);
     }
   }
 }

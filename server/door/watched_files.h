@@ -4,13 +4,12 @@
 
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/alarm.h"
+#include "server/base/clock.h"
 
 namespace logitd::door {
 
@@ -30,14 +29,14 @@ class WatchedFiles {
  public:
   static constexpr size_t kMaxBytes = size_t{4} << 20;  // of a file
 
-  explicit WatchedFiles(std::vector<FileGroup> groups, absl::Duration period = absl::Seconds(1));
-  ~WatchedFiles();
-  WatchedFiles(const WatchedFiles&) = delete;
-  WatchedFiles& operator=(const WatchedFiles&) = delete;
+  static constexpr absl::Duration kPeriod = absl::Seconds(1);
+
+  // `clock` outlives this.
+  explicit WatchedFiles(std::vector<FileGroup> groups, Clock& clock = SteadyClock());
 
   // Reads and uses all files. The first error, with the group's name. Once, before Start.
   absl::Status Load();
-  // From here on a thread reads them again in each period, and logs what it cannot use, once.
+  // From here on they are read again in each period, and what cannot be used is logged, once.
   void Start();
 
  private:
@@ -47,15 +46,13 @@ class WatchedFiles {
     std::string error;   // of the last look; empty: none
   };
 
-  void Run();
+  void LookAtAll();
   // Uses the files if they changed.
   static absl::Status Look(Watched& watched, bool* changed);
 
-  const absl::Duration period_;
-  std::vector<Watched> watched_;  // of Load, then of the thread
-  absl::Mutex mutex_;
-  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  Clock& clock_;
+  std::vector<Watched> watched_;  // of Load, then of `look_`
+  Alarm look_;
 };
 
 }  // namespace logitd::door

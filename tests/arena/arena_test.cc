@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
@@ -27,10 +26,13 @@
 #include "server/arena/leases.h"
 #include "server/arena/page_remover.h"
 #include "tests/arena/held_file.h"
+#include "tests/becomes.h"
+#include "tests/manual_clock.h"
 
 namespace logitd::arena {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::testing::HasSubstr;
 
 constexpr int64_t kPage = 4096;
@@ -50,16 +52,6 @@ int At(const Arena& arena, int64_t offset) {
   const absl::Span<std::byte> to(&value, 1);
   arena.Read(offset, {&to, 1});
   return static_cast<int>(value);
-}
-
-// Until `condition` holds; false after ten seconds.
-template <typename Condition>
-bool Eventually(Condition condition) {
-  for (const absl::Time end = absl::Now() + absl::Seconds(10); absl::Now() < end;) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return condition();
 }
 
 TEST(LeasesTest, WhatTheClientWritesIsRead) {
@@ -348,6 +340,7 @@ class ArenaServerTest : public ::testing::Test {
     return prometheus::TextSerializer().Serialize(registry_->Collect());
   }
 
+  ManualClock clock_;
   std::string directory_;
   std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
   const std::unique_ptr<PageRemover> remover_ = *PageRemover::Start();
@@ -369,15 +362,14 @@ TEST_F(ArenaServerTest, ALeaseEndsWithItsConnection) {
     EXPECT_EQ(At(**arena, 4), 'o');
   }
   EXPECT_TRUE(
-      Eventually([&] { return Metrics().find("logitd_arena_bytes 8192") != std::string::npos; }));
+      Becomes([&] { return Metrics().find("logitd_arena_bytes 8192") != std::string::npos; }));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases 1"));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_leases_total 1"));
   EXPECT_THAT(Metrics(), HasSubstr("logitd_arena_bytes_limit 1048576"));
   close(peer);
-  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->bytes() == 0; }));
   EXPECT_FALSE(leases_->Find(IdOf(got.answer.lease)).ok());
-  EXPECT_TRUE(
-      Eventually([&] { return Metrics().find("logitd_arena_bytes 0") != std::string::npos; }));
+  EXPECT_TRUE(Becomes([&] { return Metrics().find("logitd_arena_bytes 0") != std::string::npos; }));
   close(got.fd);
 }
 
@@ -389,12 +381,11 @@ TEST_F(ArenaServerTest, APageThatDoesNotLeaveIsSeen) {
   HeldFile held(got.fd);
   if (!held.holds()) GTEST_SKIP() << HeldFile::kUnavailable;
   close(peer);
-  EXPECT_TRUE(
-      Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 4096"); }));
+  EXPECT_TRUE(Becomes([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 4096"); }));
   const int other = Connect();
   EXPECT_EQ(Ask(other, {.bytes = 4096}).answer.code, 0u) << "the server waits for a client";
   held.LetGo();
-  EXPECT_TRUE(Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 0"); }));
+  EXPECT_TRUE(Becomes([&] { return HasSubstrIn(Metrics(), "logitd_arena_leaving_bytes 0"); }));
   close(other);
   close(got.fd);
 }
@@ -408,11 +399,11 @@ TEST_F(ArenaServerTest, MemoryThatACallUsesIsFreedAfterIt) {
   ASSERT_TRUE(used.ok());
   close(peer);
   close(got.fd);
-  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->leases() == 0; }));
   EXPECT_EQ(leases_->bytes(), 4096);
   EXPECT_EQ(At(**used, 4095), 0);
   used->reset();
-  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->bytes() == 0; }));
 }
 
 TEST_F(ArenaServerTest, RefusalsSayWhatWasGotAndWhatIsAllowed) {
@@ -474,7 +465,7 @@ TEST_F(ArenaServerTest, OneConnectionHasOneLease) {
   const ArenaAsk again = {.bytes = 1};
   ASSERT_EQ(send(peer, &again, sizeof(again), MSG_NOSIGNAL), ssize_t{sizeof(again)});
   EXPECT_TRUE(Ended(peer));
-  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->leases() == 0; }));
   close(peer);
 }
 
@@ -504,9 +495,9 @@ TEST_F(ArenaServerTest, ALeaseOpensARingWhichEndsWithIt) {
   wrong.offset = (1 << 16) - 64;
   EXPECT_EQ(ask_ring(early, wrong).first, absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ask_ring(early, ask).first, absl::StatusCode::kOk);
-  EXPECT_TRUE(Eventually([&] { return HasSubstrIn(Metrics(), "logitd_arena_rings 1"); }));
+  EXPECT_TRUE(Becomes([&] { return HasSubstrIn(Metrics(), "logitd_arena_rings 1"); }));
   close(early);
-  EXPECT_TRUE(Eventually([&] {
+  EXPECT_TRUE(Becomes([&] {
     const int other = Connect();  // makes the server look at its gauges
     close(other);
     return HasSubstrIn(Metrics(), "logitd_arena_rings 0") && leases_->bytes() == 0;
@@ -544,7 +535,7 @@ TEST_F(CutOffTest, ASecondRingOfALeaseCutsTheFirstOff) {
   ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
   EXPECT_EQ(std::string(packet.data() + sizeof(RingAnswer), packet.data() + told),
             "ring: got a packet of more than 1 byte, allowed doorbells; a lease has one ring");
-  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->leases() == 0; }));
   close(got.fd);
   close(client);
 }
@@ -565,17 +556,18 @@ TEST_F(CutOffTest, ARingThatIsCutOffEndsItsLease) {
   ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});
   const ssize_t end = recv(client, packet.data(), packet.size(), 0);
   EXPECT_TRUE(end == 0 || (end < 0 && errno == ECONNRESET)) << end << ", errno " << errno;
-  EXPECT_TRUE(Eventually([&] { return leases_->leases() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return leases_->leases() == 0; }));
   close(got.fd);
   close(client);
 }
 
 TEST_F(ArenaServerTest, APeerThatDoesNotAskIsCutAndDelaysNobody) {
-  Start({.max_bytes = 1 << 20, .max_leases = 4}, {.ask_timeout = absl::Seconds(2)});
+  Start({.max_bytes = 1 << 20, .max_leases = 4}, {.clock = &clock_});
   const int silent = Connect();
   const int peer = Connect();
   const Got got = Ask(peer, {.bytes = 1});
   EXPECT_EQ(got.answer.code, 0u);
+  clock_.Advance(absl::Seconds(5));
   const Got late = Receive(silent);
   EXPECT_EQ(late.answer.code, static_cast<uint32_t>(absl::StatusCode::kDeadlineExceeded));
   EXPECT_TRUE(Ended(silent));
@@ -587,7 +579,7 @@ TEST_F(ArenaServerTest, APeerThatDoesNotAskIsCutAndDelaysNobody) {
 }
 
 TEST_F(ArenaServerTest, SilentPeersKeepNobodyOut) {
-  Start({.max_bytes = 1 << 20, .max_leases = 1}, {.ask_timeout = absl::Seconds(60)});
+  Start({.max_bytes = 1 << 20, .max_leases = 1}, {.clock = &clock_});  // nobody is late
   std::vector<int> silent;
   for (int i = 0; i < 100; ++i) silent.push_back(Connect());
   const int peer = Connect();
@@ -685,7 +677,7 @@ TEST_F(ArenaServerTest, PeersThatComeAndGoLeaveNoDescriptorAndNoMemory) {
     }
     close(peer);
   }
-  EXPECT_TRUE(Eventually([&] { return leases_->bytes() == 0 && OpenDescriptors() <= before; }))
+  EXPECT_TRUE(Becomes([&] { return leases_->bytes() == 0 && OpenDescriptors() <= before; }))
       << leases_->bytes() << " bytes, " << OpenDescriptors() - before << " descriptors more";
 }
 

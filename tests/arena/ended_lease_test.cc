@@ -11,11 +11,10 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "server/arena/leases.h"
 #include "server/arena/page_remover.h"
 #include "tests/arena/held_file.h"
+#include "tests/becomes.h"
 
 namespace logitd::arena {
 namespace {
@@ -112,9 +111,7 @@ TEST_F(EndedLeaseTest, WhoseFileIsHeldKeepsNoOtherAndNotTheServer) {
   leases_.reset();
   remover_.reset();  // returns
   held.LetGo();
-  const absl::Time end = absl::Now() + absl::Seconds(20);
-  while (BytesOf(first->fd) > 0 && absl::Now() < end) absl::SleepFor(absl::Milliseconds(1));
-  EXPECT_EQ(BytesOf(first->fd), 0);
+  EXPECT_TRUE(testing::Becomes([&] { return BytesOf(first->fd) == 0; }));
   close(first->fd);
   close(second->fd);
 }

@@ -3,8 +3,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <linux/sockios.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -24,13 +26,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "tests/arena/held_file.h"
+#include "tests/becomes.h"
+#include "tests/manual_clock.h"
 
 namespace logitd::arena {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::testing::HasSubstr;
 
 constexpr int64_t kArenaBytes = 1 << 16;
@@ -39,15 +43,6 @@ constexpr RingAsk kShape = {.slots = 4, .entry_bytes = 256, .answer_bytes = 192,
 int OpenDescriptors() {
   return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
                                         std::filesystem::directory_iterator()));
-}
-
-template <typename Condition>
-bool Eventually(Condition condition) {
-  for (const absl::Time end = absl::Now() + absl::Seconds(20); absl::Now() < end;) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  return condition();
 }
 
 // The memory of a lease, as the server and as a client sees it. The client is written by hand, so
@@ -252,7 +247,8 @@ TEST(RingPagesTest, HeadsThatBreakTheProtocolAreToldApart) {
   EXPECT_EQ(request.message, std::string(224, 'x'));
 }
 
-// Answers with the message itself, in reverse where the test asks for it.
+// Answers with the message itself, in reverse where the test asks for it. A thread that has nothing to do
+// sleeps only when the test lets time pass.
 class EchoRings : public ::testing::Test {
  protected:
   struct Work final : RingWork {
@@ -266,8 +262,27 @@ class EchoRings : public ::testing::Test {
     held_.clear();
     if (client_ >= 0) close(client_);
     // The last thread lets go of its descriptors just after the ring is counted as ended.
-    EXPECT_TRUE(Eventually([this] { return OpenDescriptors() == before_; }))
+    EXPECT_TRUE(Becomes([this] { return OpenDescriptors() == before_; }))
         << OpenDescriptors() - before_ << " descriptors are left";
+  }
+
+  // Whether `condition` comes true while time passes.
+  bool InTime(const std::function<bool()>& condition) {
+    return Becomes([&] {
+      clock_.Advance(absl::Milliseconds(1));
+      return condition();
+    });
+  }
+  bool FallsAsleep(const Peer& peer) {
+    return InTime([&] { return peer.ServerAsleep(); });
+  }
+
+  std::unique_ptr<Rings> MakeRings(int cores) {
+    return std::make_unique<Rings>(
+        [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
+          return Serve(ring, serial, std::move(request));
+        },
+        cores, clock_);
   }
 
   std::shared_ptr<Ring> Open(const Peer& peer) {
@@ -303,6 +318,11 @@ class EchoRings : public ::testing::Test {
     return work;
   }
 
+  // From here on calls wait for AnswerHeldInReverse.
+  void Hold() {
+    absl::MutexLock lock(&mutex_);
+    hold_ = true;
+  }
   void AnswerHeldInReverse() {
     std::vector<std::function<void()>> answers;
     {
@@ -328,24 +348,19 @@ class EchoRings : public ::testing::Test {
   bool hold_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<bool> alone_ ABSL_GUARDED_BY(mutex_);  // of each call
   std::vector<std::pair<std::shared_ptr<Work>, std::function<void()>>> held_;
-  std::unique_ptr<Rings> rings_ = std::make_unique<Rings>(
-      [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
-        return Serve(ring, serial, std::move(request));
-      },
-      /*cores=*/2);
+  ManualClock clock_;
+  std::unique_ptr<Rings> rings_ = MakeRings(/*cores=*/2);
 };
 
 TEST_F(EchoRings, ManyCallsAroundTheRingWhileItSpinsAndAfterItSlept) {
   const Peer peer;
   Open(peer);
   for (uint64_t n = 0; n < 300; ++n) {
-    if (n % 100 == 99) {
-      ASSERT_TRUE(Eventually([&] { return peer.ServerAsleep(); }));
-    }
+    const bool sleeps = n % 100 == 99;
+    ASSERT_EQ(sleeps ? FallsAsleep(peer) : peer.ServerAsleep(), sleeps) << n;
     peer.Submit(n, absl::StrCat(n));
-    RingFence();
-    if (peer.ServerAsleep()) Bell();
-    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); })) << n;
+    if (sleeps) Bell();
+    ASSERT_TRUE(Becomes([&] { return peer.Completed(n); })) << n;
     EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", n));
     EXPECT_EQ(peer.Head(n).tag, 1000 + n);
   }
@@ -360,9 +375,8 @@ TEST_F(EchoRings, CallsOneAtATimeAreAloneUntilTwoComeTogether) {
     RingFence();
     if (peer.ServerAsleep()) Bell();
     n += together;
-    ASSERT_TRUE(Eventually([&] { return peer.Completed(n - 1); })) << n;
-    // The thread has looked for the next call, and found none.
-    ASSERT_TRUE(Eventually([&] { return peer.ServerAsleep(); }));
+    ASSERT_TRUE(Becomes([&] { return peer.Completed(n - 1); })) << n;
+    ASSERT_TRUE(FallsAsleep(peer));  // it has looked for the next call, and found none
   };
   const auto alone = [&](uint64_t call) -> bool {
     absl::MutexLock lock(&mutex_);
@@ -383,55 +397,50 @@ TEST_F(EchoRings, CallsOneAtATimeAreAloneUntilTwoComeTogether) {
 
 TEST_F(EchoRings, NoMoreCallsRunThanTheRingHasSlots) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   for (uint64_t n = 0; n < 4; ++n) peer.Submit(n, absl::StrCat(n));
   Bell();
-  ASSERT_TRUE(Eventually([&] { return held() == 4; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 4; }));
   for (uint64_t n = 4; n < 8; ++n) peer.Submit(n, absl::StrCat(n));  // against the rules
   Bell();
-  absl::SleepFor(absl::Milliseconds(30));
+  ASSERT_TRUE(Becomes([&] {
+    int unread = 0;
+    return ioctl(client_, SIOCOUTQ, &unread) == 0 && unread == 0;
+  }));
+  ASSERT_TRUE(FallsAsleep(peer));  // it has looked
   EXPECT_EQ(held(), 4u);
   AnswerHeldInReverse();
-  ASSERT_TRUE(Eventually([&] { return held() == 4; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 4; }));
   for (uint64_t n = 0; n < 4; ++n) {
-    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); }));
+    ASSERT_TRUE(Becomes([&] { return peer.Completed(n); }));
     EXPECT_EQ(peer.Body(n), absl::StrCat("echo ", 3 - n));
   }
 }
 
 TEST_F(EchoRings, TheRingsThreadMakesMessagesThatAreNotMadeYet) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   const auto ring = Open(peer);
   EXPECT_FALSE(ring->IsOwnThread());
   for (uint64_t n = 0; n < 2; ++n) peer.Submit(n, absl::StrCat("make ", n));
   Bell();
-  ASSERT_TRUE(Eventually([&] { return held() == 2; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 2; }));
   AnswerHeldInReverse();
   for (uint64_t n = 0; n < 2; ++n) {
-    ASSERT_TRUE(Eventually([&] { return peer.Completed(n); }));
+    ASSERT_TRUE(Becomes([&] { return peer.Completed(n); }));
     EXPECT_EQ(peer.Body(n), absl::StrCat("made make ", 1 - n));
   }
 }
 
 TEST_F(EchoRings, ADoorbellWakesAClientThatSleeps) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   peer.SetAsleep(true);
   peer.Submit(0, "x");
   Bell();
-  ASSERT_TRUE(Eventually([&] { return held() == 1; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 1; }));
   AnswerHeldInReverse();
   pollfd doorbell = {.fd = client_, .events = POLLIN, .revents = 0};
   ASSERT_EQ(poll(&doorbell, 1, 20000), 1);
@@ -456,7 +465,7 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
               HasSubstr("method 77"));
   const ssize_t end = recv(client_, packet.data(), packet.size(), 0);
   EXPECT_TRUE(end == 0 || (end < 0 && errno == ECONNRESET)) << end << ", errno " << errno;
-  EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+  EXPECT_TRUE(Becomes([&] { return rings_->open() == 0; }));
 }
 
 // The answer that the server sends a peer before it cuts the peer off.
@@ -477,11 +486,11 @@ TEST_F(EchoRings, APeerWhoseRingCannotBeWrittenIsToldWhyAndCutOff) {
   const Peer peer;
   ASSERT_EQ(ftruncate(peer.fd(), kShape.offset), 0);
   Open(peer);
+  EXPECT_TRUE(InTime([&] { return rings_->open() == 0; }));
   std::string text;
   const RingAnswer answer = LastWord(client_, &text);
   EXPECT_EQ(static_cast<absl::StatusCode>(answer.code), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(text, HasSubstr("cannot be written to the lease"));
-  EXPECT_TRUE(Eventually([&] { return rings_->open() == 0; }));
 }
 
 TEST_F(EchoRings, APeerThatHoldsItsFileIsServedAndItsRingEnds) {
@@ -491,23 +500,20 @@ TEST_F(EchoRings, APeerThatHoldsItsFileIsServedAndItsRingEnds) {
   Open(peer);
   peer.Submit(0, "x");
   Bell();
-  EXPECT_TRUE(Eventually([&] { return peer.Completed(0); }));
+  EXPECT_TRUE(Becomes([&] { return peer.Completed(0); }));
   EXPECT_TRUE(rings_->Stop(absl::Seconds(20)));
 }
 
 TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   Open(peer);
   for (uint64_t n = 0; n < 3; ++n) peer.Submit(n, "x");
   Bell();
-  ASSERT_TRUE(Eventually([&] { return held() == 3; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 3; }));
   close(client_);
   client_ = -1;
-  ASSERT_TRUE(Eventually([&] { return rings_->open() == 0; }));
+  ASSERT_TRUE(InTime([&] { return rings_->open() == 0; }));
   {
     absl::MutexLock lock(&mutex_);
     for (const auto& [work, answer] : held_) EXPECT_TRUE(work->dropped);
@@ -518,15 +524,17 @@ TEST_F(EchoRings, APeerThatLeavesEndsItsRingAndDropsItsWork) {
 
 TEST_F(EchoRings, TheEndOfTheServerEndsRingsThatSleepAndThatRun) {
   const Peer peer;
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  const Peer other;
+  Hold();
   const auto ring = Open(peer);
   peer.Submit(0, "x");
-  Bell();
-  ASSERT_TRUE(Eventually([&] { return held() == 1; }));
+  ASSERT_TRUE(Becomes([&] { return held() == 1; }));
+  ASSERT_TRUE(FallsAsleep(peer));
+  const int client = std::exchange(client_, -1);
+  Open(other);
+  EXPECT_FALSE(other.ServerAsleep());
   rings_.reset();
+  close(client);
   absl::MutexLock lock(&mutex_);
   EXPECT_TRUE(held_[0].first->dropped);
 }
@@ -557,16 +565,9 @@ TEST_F(EchoRings, RingsAreServedWhereTheSystemGivesNoThreadsToWakeThem) {
   {
     const NoNewThreads none;
     EXPECT_THROW(std::thread([] {}), std::system_error);
-    rings_ = std::make_unique<Rings>(
-        [this](const std::shared_ptr<Ring>& ring, uint64_t serial, RingRequest request) {
-          return Serve(ring, serial, std::move(request));
-        },
-        /*cores=*/4);
+    rings_ = MakeRings(/*cores=*/4);
   }
-  {
-    absl::MutexLock lock(&mutex_);
-    hold_ = true;
-  }
+  Hold();
   std::vector<std::unique_ptr<Peer>> peers;
   std::vector<int> clients;
   for (size_t i = 0; i < kRings; ++i) {
@@ -576,13 +577,13 @@ TEST_F(EchoRings, RingsAreServedWhereTheSystemGivesNoThreadsToWakeThem) {
     Bell();
     clients.push_back(std::exchange(client_, -1));
   }
-  ASSERT_TRUE(Eventually([&] { return held() == kRings; }));
+  ASSERT_TRUE(Becomes([&] { return held() == kRings; }));
   for (const auto& peer : peers) {
-    ASSERT_TRUE(Eventually([&] { return peer->ServerAsleep(); }));
+    ASSERT_TRUE(Becomes([&] { return peer->ServerAsleep(); }));
   }
   AnswerHeldInReverse();
   for (size_t i = 0; i < kRings; ++i) {
-    EXPECT_TRUE(Eventually([&] { return peers[i]->Completed(0); })) << i;
+    EXPECT_TRUE(Becomes([&] { return peers[i]->Completed(0); })) << i;
     EXPECT_EQ(peers[i]->Body(0), absl::StrCat("echo ", i));
   }
   for (const int client : clients) close(client);
@@ -615,10 +616,10 @@ TEST_F(EchoRings, AScribblerIsCutOffOrAnsweredAndHarmsNoOtherRing) {
     honest.Submit(n, absl::StrCat(n));
     const char bell = 0;
     send(honest_socket, &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    ASSERT_TRUE(Eventually([&] { return honest.Completed(n); })) << n;
+    ASSERT_TRUE(InTime([&] { return honest.Completed(n); })) << n;
     EXPECT_EQ(honest.Body(n), absl::StrCat("echo ", n));
   }
-  EXPECT_TRUE(Eventually([&] { return rings_->open() == 1; })) << "the scribbler was not cut off";
+  EXPECT_TRUE(InTime([&] { return rings_->open() == 1; })) << "the scribbler was not cut off";
   stop = true;
   thread.join();
   close(honest_socket);

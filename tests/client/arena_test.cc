@@ -5,9 +5,7 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -37,9 +35,11 @@ namespace logitd {
 namespace {
 
 using ::logitd::client::Arena;
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Normal;
 using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
+using ::logitd::testing::RunAndKill;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyHead;
@@ -91,37 +91,9 @@ void ExpectEqualAnswers(const Arena& arena, Request request, const std::vector<f
   }
 }
 
-class ArenaClientTest : public ::logitd::testing::RunningLogitd {
+class ArenaClientTest : public ::logitd::testing::LeasingLogitd {
  protected:
-  explicit ArenaClientTest(const Flags& more = {})
-      : RunningLogitd(
-            [&more](const TempDir& dir) -> Flags {
-              Flags flags = {"--arena-listen",
-                             absl::StrCat("unix:", dir.path("arena")),
-                             "--max-arena-bytes",
-                             "4MiB",
-                             "--max-leases",
-                             "4",
-                             "--head",
-                             absl::StrCat("tiny=", TinyHead(dir))};
-              flags.insert(flags.end(), more.begin(), more.end());
-              return flags;
-            },
-            "logitd.v1.Scorer") {}
-
-  std::string arena_address() const { return "unix:" + dir_.path("arena"); }
-
-  // Waits until the server has freed what was there before.
-  std::unique_ptr<Arena> Lease(int64_t bytes = kArenaBytes) const {
-    auto arena = Arena::Lease(arena_address(), bytes);
-    for (int i = 0; absl::IsResourceExhausted(arena.status()) && i < 1000; ++i) {
-      absl::SleepFor(absl::Milliseconds(10));
-      arena = Arena::Lease(arena_address(), bytes);
-    }
-    EXPECT_TRUE(arena.ok()) << arena.status();
-    return arena.ok() ? *std::move(arena) : nullptr;
-  }
-  bool AllIsFree() const { return Lease(4 << 20) != nullptr; }
+  using LeasingLogitd::LeasingLogitd;
 
   static client::TopKRequest TopKOf(absl::string_view logits) {
     return {.rows = kRows, .vocab = kVocab, .logits = {logits}, .params = TopKParams({5})};
@@ -273,21 +245,14 @@ TEST_F(ArenaClientTest, ALeaseThatHasEndedIsNotFound) {
 // A client that is killed at any moment leaves nothing behind, and others go on.
 TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
   const std::vector<float> logits = Normal(kRows * kVocab, 4);
-  const std::string binary = ::logitd::testing::BinaryPath("load_bench");
   for (int i = 0; i < 10; ++i) {
-    ASSERT_TRUE(AllIsFree());  // or load_bench gets no lease
-    const pid_t child = fork();
-    if (child == 0) {
-      execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",
-            arena_address().c_str(), "--rows", "64", "--vocab", "3000", "--in-flight", "3",
-            "--warmup", "0", "--duration", "5", nullptr);
-      _exit(127);
-    }
-    absl::SleepFor(absl::Milliseconds(20 + 25 * i));
-    kill(child, SIGKILL);
-    int status = 0;
-    ASSERT_EQ(waitpid(child, &status, 0), child);
-    ASSERT_TRUE(WIFSIGNALED(status)) << "load_bench ended by itself";
+    // The server frees what was leased a little later. Until then load_bench gets no lease, and ends.
+    ASSERT_TRUE(Becomes([&] {
+      return RunAndKill("load_bench",
+                        {"--addr", address_, "--arena", arena_address(), "--rows", "64", "--vocab",
+                         "3000", "--in-flight", "3", "--warmup", "0", "--duration", "5"},
+                        absl::Milliseconds(20 + 25 * i));
+    }));
     const auto honest = client_->TopK(TopKOf(ViewOf(logits)));
     EXPECT_TRUE(honest.ok()) << honest.status();
   }
@@ -526,17 +491,10 @@ TEST_F(ArenaClientTest, KilledClientsOfAttentionLeaveNothingBehind) {
     ASSERT_TRUE(AllIsFree());
     const std::string file = dir_.Write("scores.npy", NpyF32(256, 256, Normal(256 * 256, 3)));
     const std::string out = dir_.path("out.npy");
-    const std::string binary = ::logitd::testing::BinaryPath("logitctl");
-    const pid_t child = fork();
-    if (child == 0) {
-      execl(binary.c_str(), "logitctl", "softmax", "--addr", address_.c_str(), "--arena",
-            arena_address().c_str(), "--scores", file.c_str(), "--out", out.c_str(), nullptr);
-      _exit(127);
-    }
-    absl::SleepFor(absl::Milliseconds(4 * i));
-    kill(child, SIGKILL);
-    int status = 0;
-    ASSERT_EQ(waitpid(child, &status, 0), child);
+    RunAndKill(
+        "logitctl",
+        {"softmax", "--addr", address_, "--arena", arena_address(), "--scores", file, "--out", out},
+        absl::Milliseconds(4 * i));
   }
   EXPECT_TRUE(AllIsFree());
 }

@@ -4,10 +4,7 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -23,10 +20,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/arena.h"
 #include "client/client.h"
 #include "client/ring.h"
+#include "tests/becomes.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/test_values.h"
 
@@ -35,6 +32,7 @@ namespace {
 
 using ::logitd::client::Arena;
 using ::logitd::client::ArenaKind;
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Daemon;
 using ::logitd::testing::Normal;
 using ::logitd::testing::TempDir;
@@ -93,8 +91,10 @@ class CudaArenaTest : public ::testing::Test {
       flags.insert(flags.end(), {"--device", devices});
     }
     daemon_ = std::make_unique<Daemon>("logitd", flags);
-    ASSERT_TRUE(::logitd::testing::WaitUntilServing({.address = address_}, "", absl::Seconds(60)));
-    client_ = *client::Client::Create({.address = address_});
+    // The driver takes long to start.
+    client_ = *client::Client::Create(
+        {.address = address_, .deadline = absl::Seconds(60), .retry = {.max_attempts = 1000}});
+    ASSERT_TRUE(::logitd::testing::WaitUntilServing(*client_));
   }
   static void SetUpTestSuite() {
     if (!HasCudaDevice()) std::printf("no CUDA device: every test skipped\n");
@@ -350,16 +350,9 @@ size_t FreeDeviceMemory() {
 
 // Clients that are killed at any moment leave no memory, lease or descriptor behind.
 TEST_F(CudaArenaTest, KilledClientsLeaveNothingBehind) {
-  const std::string binary = ::logitd::testing::BinaryPath("load_bench");
   const auto all_is_free = [this] {
-    for (int i = 0; i < 500; ++i) {
-      if (Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kCuda).ok() &&
-          Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kHost).ok()) {
-        return true;
-      }
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    return false;
+    return Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kCuda).ok() &&
+           Arena::Lease(arena_address_, 256 * kMiB, ArenaKind::kHost).ok();
   };
   const auto descriptors = [] {
     int64_t count = 0;
@@ -376,38 +369,25 @@ TEST_F(CudaArenaTest, KilledClientsLeaveNothingBehind) {
   };
   const auto kill_clients = [&](int count) {
     for (int i = 0; i < count; ++i) {
-      const pid_t child = fork();
-      if (child == 0) {
-        execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",
-              arena_address_.c_str(), "--arena-kind", i % 2 == 0 ? "cuda" : "host", "--rows", "64",
-              "--vocab", "30000", "--in-flight", "3", "--warmup", "0", "--duration", "5", nullptr);
-        _exit(127);
-      }
-      absl::SleepFor(absl::Milliseconds(150 + 60 * i));
-      kill(child, SIGKILL);
-      int status = 0;
-      ASSERT_EQ(waitpid(child, &status, 0), child);
-      ASSERT_TRUE(WIFSIGNALED(status)) << "load_bench ended by itself: " << status;
+      // Until all memory is free again it gets no lease, and ends.
+      ASSERT_TRUE(Becomes([&] {
+        return ::logitd::testing::RunAndKill(
+            "load_bench",
+            {"--addr", address_, "--arena", arena_address_, "--arena-kind",
+             i % 2 == 0 ? "cuda" : "host", "--rows", "64", "--vocab", "30000", "--in-flight", "3",
+             "--warmup", "0", "--duration", "5"},
+            absl::Milliseconds(150 + 60 * i));
+      }));
     }
-    ASSERT_TRUE(all_is_free());
+    ASSERT_TRUE(Becomes(all_is_free));
   };
   kill_clients(5);  // what the driver keeps for the first ones, it keeps for all
   const size_t free_before = FreeDeviceMemory();
   const int64_t descriptors_before = descriptors();
   kill_clients(10);
-  int64_t descriptors_after = descriptors();
-  for (int i = 0; i < 200 && descriptors_after > descriptors_before; ++i) {
-    absl::SleepFor(absl::Milliseconds(10));
-    descriptors_after = descriptors();
-  }
-  EXPECT_LE(descriptors_after, descriptors_before);
+  EXPECT_TRUE(Becomes([&] { return descriptors() <= descriptors_before; }));
   // A killed process's memory is the device's again after a moment.
-  size_t free_after = FreeDeviceMemory();
-  for (int i = 0; i < 200 && free_after < free_before; ++i) {
-    absl::SleepFor(absl::Milliseconds(10));
-    free_after = FreeDeviceMemory();
-  }
-  EXPECT_GE(free_after, free_before);
+  EXPECT_TRUE(Becomes([&] { return FreeDeviceMemory() >= free_before; }));
 }
 
 }  // namespace

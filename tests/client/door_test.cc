@@ -15,6 +15,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
+#include "tests/becomes.h"
 #include "tests/certificates.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
@@ -156,12 +157,7 @@ TEST_F(SecureLogitdTest, ANewCertificateIsUsedByTheNextConnection) {
   const testing::Issued fresh = authority_->Issue({.common_name = "test"});
   dir_.Write("rotated-key", fresh.key);
   dir_.Write("rotated-cert", fresh.certificate);
-  absl::Status status;
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  do {
-    status = (*client)->Info().status();
-  } while (!status.ok() && absl::Now() < end);
-  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(testing::Becomes([&] { return (*client)->Info().ok(); }));
 }
 
 TEST_F(SecureLogitdTest, LogitctlAndLoadBenchTakeFlags) {

@@ -5,11 +5,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/client.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/subprocess.h"
@@ -24,6 +23,7 @@ using ::logitd::testing::LogitdFlags;
 using ::logitd::testing::TempDir;
 using ::logitd::testing::TopKParams;
 using ::logitd::testing::ViewOf;
+using ::logitd::testing::WaitUntilServing;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -34,26 +34,13 @@ class LimitsTest : public ::testing::Test {
     server_.reset();
     server_.emplace("logitd", LogitdFlags(address_, {"--max-request-bytes", max_request,
                                                      "--max-batch-rows", absl::StrCat(max_rows)}));
-    ASSERT_TRUE(WaitFor(*client_, absl::Seconds(30)));
-  }
-
-  static bool WaitFor(client::Client& client, absl::Duration patience) {
-    const absl::Time end = absl::Now() + patience;
-    while (absl::Now() < end) {
-      const auto health = client.Health();
-      if (health.ok() && *health == client::ServingStatus::kServing) return true;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    return false;
-  }
-
-  std::unique_ptr<client::Client> Connect() const {
-    return *client::Client::Create({.address = address_, .deadline = absl::Seconds(20)});
+    ASSERT_TRUE(WaitUntilServing(*client_));
   }
 
   TempDir dir_;
   const std::string address_ = "unix:" + dir_.path("socket");
-  const std::unique_ptr<client::Client> client_ = Connect();
+  const std::unique_ptr<client::Client> client_ =
+      *client::Client::Create({.address = address_, .deadline = absl::Seconds(20)});
   std::optional<Daemon> server_;
 };
 
@@ -71,25 +58,6 @@ client::ScoreRequest ScoreOf(int64_t rows, int64_t vocab, absl::string_view logi
 
 std::vector<float> LossesOf(const client::ScoreResult& result) {
   return {result.answer.losses().begin(), result.answer.losses().end()};
-}
-
-// By a client that calls while it starts, too.
-TEST_F(LimitsTest, AServerThatStartsIsFoundAsSoonAsByANewClient) {
-  for (int start = 0; start < 4; ++start) {
-    server_.reset();
-    absl::Time up;
-    std::thread others([&] {
-      const absl::Time end = absl::Now() + absl::Seconds(30);
-      while (absl::Now() < end && !WaitFor(*Connect(), absl::Milliseconds(1))) {
-        absl::SleepFor(absl::Milliseconds(10));
-      }
-      up = absl::Now();
-    });
-    Serve("1MiB", 65536);
-    const absl::Time found = absl::Now();
-    others.join();
-    EXPECT_LT(found - up, absl::Seconds(2));
-  }
 }
 
 TEST_F(LimitsTest, SmallerOnesAreAskedForWhenAMessageIsRefused) {

@@ -474,7 +474,7 @@ TEST(LogitctlTest, ACommandWaitsForAServerThatStarts) {
   const std::string path = dir.path("late.sock");
   std::unique_ptr<FakeServer> server;
   std::thread late([&] {
-    absl::SleepFor(absl::Seconds(2));
+    absl::SleepFor(absl::Seconds(2));  // it tries meanwhile
     server = std::make_unique<FakeServer>(nullptr, path);
   });
   const Ran ran = Logitctl({"info", "--addr", "unix:" + path});

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -27,6 +26,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
+#include "formats/ring_protocol.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/scoring_logitd.h"
 #include "tests/client/test_values.h"
@@ -37,9 +37,11 @@ namespace {
 using ::logitd::client::Arena;
 using ::logitd::client::Ring;
 using ::logitd::client::RingOptions;
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Normal;
 using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
+using ::logitd::testing::RunAndKill;
 using ::logitd::testing::RunBinary;
 using ::logitd::testing::TempDir;
 using ::logitd::testing::TinyHead;
@@ -59,49 +61,14 @@ std::string AnswerOf(const absl::StatusOr<Result>& result) {
   return answer.SerializeAsString();
 }
 
-class RingTest : public ::logitd::testing::RunningLogitd {
+class RingTest : public ::logitd::testing::LeasingLogitd {
  protected:
-  explicit RingTest(const Flags& more = {})
-      : RunningLogitd(
-            [&more](const TempDir& dir) -> Flags {
-              Flags flags = {"--arena-listen",
-                             absl::StrCat("unix:", dir.path("arena")),
-                             "--max-arena-bytes",
-                             "4MiB",
-                             "--max-leases",
-                             "4",
-                             "--head",
-                             absl::StrCat("tiny=", TinyHead(dir))};
-              flags.insert(flags.end(), more.begin(), more.end());
-              return flags;
-            },
-            "logitd.v1.Scorer") {}
-
-  std::string arena_address() const { return "unix:" + dir_.path("arena"); }
-
-  std::unique_ptr<Arena> Lease() const {
-    auto arena = Arena::Lease(arena_address(), kArenaBytes);
-    EXPECT_TRUE(arena.ok()) << arena.status();
-    return *std::move(arena);
-  }
+  using LeasingLogitd::LeasingLogitd;
 
   std::unique_ptr<Ring> Open(Arena* arena, const RingOptions& options = kOptions) const {
     auto ring = Ring::Open(arena, kRingAt, options);
     EXPECT_TRUE(ring.ok()) << ring.status();
     return *std::move(ring);
-  }
-
-  static bool Becomes(const std::function<bool()>& true_now) {
-    for (int i = 0; i < 1000; ++i) {
-      if (true_now()) return true;
-      absl::SleepFor(absl::Milliseconds(10));
-    }
-    return false;
-  }
-
-  // Leases until the server has freed what was there before.
-  bool AllIsFree() const {
-    return Becomes([this] { return Arena::Lease(arena_address(), 4 << 20).ok(); });
   }
 
   // Descriptors and threads of the server.
@@ -266,7 +233,7 @@ TEST_F(RingTest, ASleepingPairWakesEachOther) {
   const auto ring = Open(arena.get(), options);
   const absl::string_view shared(arena->data(), kVocab * sizeof(float));
   for (int i = 0; i < 20; ++i) {
-    absl::SleepFor(absl::Milliseconds(5));  // the server's thread sleeps by now
+    ASSERT_TRUE(Becomes([&] { return arena->data()[kRingAt + kServerAsleepAt] != 0; }));
     EXPECT_TRUE(ring->TopK(TopKOf(shared, arena.get())).ok());
   }
   uint64_t tag = 0;
@@ -275,20 +242,15 @@ TEST_F(RingTest, ASleepingPairWakesEachOther) {
 }
 
 TEST_F(RingTest, KilledClientsLeaveNoDescriptorThreadMappingOrLease) {
-  const std::string binary = ::logitd::testing::BinaryPath("load_bench");
   const auto run = [&](int milliseconds) {
-    const pid_t child = fork();
-    if (child == 0) {
-      execl(binary.c_str(), "load_bench", "--addr", address_.c_str(), "--arena",
-            arena_address().c_str(), "--ring", "--mix", "sample", "--vocab", "3000", "--in-flight",
-            "3", "--warmup", "0", "--duration", "5", nullptr);
-      _exit(127);
-    }
-    absl::SleepFor(absl::Milliseconds(milliseconds));
-    kill(child, SIGKILL);
-    int status = 0;
-    EXPECT_EQ(waitpid(child, &status, 0), child);
-    EXPECT_TRUE(WIFSIGNALED(status)) << "load_bench ended by itself";
+    // Until all memory is free again it gets no lease, and ends.
+    EXPECT_TRUE(Becomes([&] {
+      return RunAndKill(
+          "load_bench",
+          {"--addr", address_, "--arena", arena_address(), "--ring", "--mix", "sample", "--vocab",
+           "3000", "--in-flight", "3", "--warmup", "0", "--duration", "5"},
+          absl::Milliseconds(milliseconds));
+    }));
     EXPECT_TRUE(AllIsFree());
     EXPECT_TRUE(Becomes([this] { return Mappings() == 0; }));
   };
@@ -345,10 +307,10 @@ TEST_F(RingTest, ADrainEndsCallsWithUnavailableAndThenTheRing) {
   ASSERT_TRUE(ring->TopK(TopKOf(shared, arena.get())).ok());
   kill(daemon_.pid(), SIGTERM);
   absl::Status status;
-  for (int i = 0; i < 5000 && status.ok(); ++i) {
+  EXPECT_TRUE(Becomes([&] {
     status = ring->TopK(TopKOf(shared, arena.get()), absl::Seconds(10)).status();
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+    return !status.ok();
+  }));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   siginfo_t end = {};
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(daemon_.pid()), &end, WEXITED | WNOWAIT), 0);

@@ -8,15 +8,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "client/client.h"
+#include "tests/becomes.h"
 #include "tests/client/fake_server.h"
 #include "tests/client/running_logitd.h"
 #include "tests/client/test_values.h"
@@ -27,6 +26,7 @@ extern "C" const char* __lsan_default_suppressions() { return "leak:libcares.so"
 namespace logitd {
 namespace {
 
+using ::logitd::testing::Becomes;
 using ::logitd::testing::Daemon;
 using ::logitd::testing::FakeServer;
 using ::logitd::testing::LogitdFlags;
@@ -48,12 +48,6 @@ std::unique_ptr<client::Client> ClientOf(const std::string& address, bool round_
   auto client = client::Client::Create({.address = address, .round_robin = round_robin});
   EXPECT_TRUE(client.ok()) << client.status();
   return *std::move(client);
-}
-
-bool Becomes(const std::function<bool()>& condition) {
-  const absl::Time end = absl::Now() + absl::Seconds(30);
-  while (!condition() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
-  return condition();
 }
 
 std::string FreeAddress() {
@@ -108,7 +102,7 @@ TEST(RoundRobinTest, ADrainedServerLosesNoCall) {
   std::unique_ptr<Daemon> servers[2];
   for (int i = 0; i < 2; ++i) {
     servers[i] = std::make_unique<Daemon>("logitd", LogitdFlags(addresses[i], {}));
-    ASSERT_TRUE(WaitUntilServing({.address = addresses[i]}));
+    ASSERT_TRUE(WaitUntilServing(*ClientOf(addresses[i], false)));
   }
   const auto client = ClientOf(absl::StrCat("ipv4:", addresses[0], ",", addresses[1]), true);
   std::atomic<bool> stop = false;

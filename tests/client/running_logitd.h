@@ -10,24 +10,20 @@
 #include <string>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/client.h"
+#include "tests/becomes.h"
 #include "tests/client/subprocess.h"
 #include "tests/client/test_files.h"
 
 namespace logitd::testing {
 
-// Whether the server at `options.address` serves `service` before `patience` is over.
-inline bool WaitUntilServing(const client::ClientOptions& options, const std::string& service = "",
-                             absl::Duration patience = absl::Seconds(30)) {
-  const absl::Time end = absl::Now() + patience;
-  while (absl::Now() < end) {
-    // A new client each time: an old one waits for its channel's reconnect backoff.
-    const auto health = (*client::Client::Create(options))->Health(service);
-    if (health.ok() && *health == client::ServingStatus::kServing) return true;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return false;
+// Whether the server of `client` serves `service`, now or soon.
+inline bool WaitUntilServing(client::Client& client, const std::string& service = "") {
+  return Becomes([&] {
+    const auto health = client.Health(service);
+    return health.ok() && *health == client::ServingStatus::kServing;
+  });
 }
 
 // The flags of a CPU server at `address`, quiet, with `more`.
@@ -47,8 +43,7 @@ class RunningLogitd : public ::testing::Test {
   explicit RunningLogitd(const std::function<Flags(const TempDir& dir)>& flags = nullptr,
                          const std::string& service = "")
       : daemon_("logitd", AllFlags(flags)), client_(Connect()) {
-    EXPECT_TRUE(WaitUntilServing({.address = address_}, service)) << "logitd does not serve";
-    client_ = Connect();
+    EXPECT_TRUE(WaitUntilServing(*client_, service)) << "logitd does not serve";
   }
 
   std::unique_ptr<client::Client> Connect(client::ClientOptions options = {}) const {

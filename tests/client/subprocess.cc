@@ -5,14 +5,16 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
 #include <chrono>
 #include <filesystem>
-#include <thread>
 #include <utility>
+
+#include "absl/time/clock.h"
 
 namespace logitd::testing {
 namespace {
@@ -84,6 +86,15 @@ Ran RunBinary(const std::string& name, std::vector<std::string> args,
   return ran;
 }
 
+bool RunAndKill(const std::string& name, std::vector<std::string> args, absl::Duration time) {
+  args.insert(args.begin(), BinaryPath(name));
+  const pid_t pid = Spawn(std::move(args), nullptr);
+  absl::SleepFor(time);
+  kill(pid, SIGKILL);
+  int status = 0;
+  return waitpid(pid, &status, 0) == pid && WIFSIGNALED(status);
+}
+
 // setpriv becomes the daemon, which then ends with this process: one that outlives a test that
 // crashes would hold its output open, and whoever reads that would wait.
 Daemon::Daemon(const std::string& name, std::vector<std::string> args) {
@@ -94,12 +105,12 @@ Daemon::Daemon(const std::string& name, std::vector<std::string> args) {
 Daemon::~Daemon() {
   if (pid_ == 0) return;
   kill(pid_, SIGTERM);
-  for (int i = 0; i < 2000; ++i) {
-    if (waitpid(pid_, nullptr, WNOHANG) == pid_) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  pollfd end = {static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)), POLLIN, 0};
+  if (poll(&end, 1, 20000) != 1) {
+    ADD_FAILURE() << "the daemon did not stop within 20 s of SIGTERM";
+    kill(pid_, SIGKILL);
   }
-  ADD_FAILURE() << "the daemon did not stop within 20 s of SIGTERM";
-  kill(pid_, SIGKILL);
+  close(end.fd);
   waitpid(pid_, nullptr, 0);
 }
 

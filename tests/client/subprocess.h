@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
+
 namespace logitd::testing {
 
 struct Ran {
@@ -21,6 +23,9 @@ std::string BinaryPath(const std::string& name);
 // `on_output` runs after every piece of stdout with all of it so far.
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output = nullptr);
+
+// Runs the binary `name` and kills it after `time`, at any moment of its work. False: it had ended by itself.
+bool RunAndKill(const std::string& name, std::vector<std::string> args, absl::Duration time);
 
 // A binary of ours that keeps running: started here, asked to stop by SIGTERM at the end, killed 20
 // s later.

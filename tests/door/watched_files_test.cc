@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "tests/manual_clock.h"
 
 namespace logitd::door {
 namespace {
@@ -38,47 +37,34 @@ class WatchedFilesTest : public ::testing::Test {
     for (const std::string& name : names) group.paths.push_back((directory_ / name).string());
     group.use = [this](const std::vector<std::string>& contents) {
       if (contents[0] == "bad") return absl::InvalidArgumentError("it is bad");
-      absl::MutexLock lock(&mutex_);
       used_ = contents;
       return absl::OkStatus();
     };
-    group.on_read = [this](bool used) {
-      absl::MutexLock lock(&mutex_);
-      reads_.push_back(used);
-    };
+    group.on_read = [this](bool used) { reads_.push_back(used); };
     return group;
   }
-
-  bool WaitForReads(size_t reads) {
-    absl::MutexLock lock(&mutex_);
-    const auto enough = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return reads_.size() >= reads;
-    };
-    return mutex_.AwaitWithTimeout(absl::Condition(&enough), absl::Seconds(10));
-  }
+  void APeriodPasses() { clock_.Advance(WatchedFiles::kPeriod); }
 
   const fs::path directory_ = fs::path(::testing::TempDir()) / "logitd_watched_files";
-  absl::Mutex mutex_;
-  std::vector<std::string> used_ ABSL_GUARDED_BY(mutex_);
-  std::vector<bool> reads_ ABSL_GUARDED_BY(mutex_);
+  ManualClock clock_;
+  std::vector<std::string> used_;
+  std::vector<bool> reads_;
 };
 
 TEST_F(WatchedFilesTest, WhatChangesIsUsedAndWhatIsBadIsNot) {
   Write(directory_ / "a", "1");
   Write(directory_ / "b", "2");
-  WatchedFiles files({Group({"a", "b"})}, absl::Milliseconds(5));
+  WatchedFiles files({Group({"a", "b"})}, clock_);
   ASSERT_TRUE(files.Load().ok());
   files.Start();
   Write(directory_ / "b", "3");
-  ASSERT_TRUE(WaitForReads(2));
+  APeriodPasses();
   Write(directory_ / "a", "bad");
-  ASSERT_TRUE(WaitForReads(3));
-  absl::SleepFor(absl::Milliseconds(50));  // a bad file is tried once
+  for (int i = 0; i < 3; ++i) APeriodPasses();  // it is tried once
   fs::remove(directory_ / "a");
-  ASSERT_TRUE(WaitForReads(4));
+  APeriodPasses();
   Write(directory_ / "a", "1");
-  ASSERT_TRUE(WaitForReads(5));
-  absl::MutexLock lock(&mutex_);
+  APeriodPasses();
   EXPECT_THAT(used_, ElementsAre("1", "3"));
   EXPECT_THAT(reads_, ElementsAre(true, true, false, false, true));
 }
@@ -91,13 +77,12 @@ TEST_F(WatchedFilesTest, ASwappedLinkIsAChange) {
   }
   fs::create_directory_symlink("1", directory_ / "data");
   fs::create_symlink("data/a", directory_ / "a");
-  WatchedFiles files({Group({"a"})}, absl::Milliseconds(5));
+  WatchedFiles files({Group({"a"})}, clock_);
   ASSERT_TRUE(files.Load().ok());
   files.Start();
   fs::create_directory_symlink("2", directory_ / "next");
   fs::rename(directory_ / "next", directory_ / "data");
-  ASSERT_TRUE(WaitForReads(2));
-  absl::MutexLock lock(&mutex_);
+  APeriodPasses();
   EXPECT_THAT(used_, ElementsAre("2"));
 }
 

@@ -3,18 +3,15 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
-#include "tests/becomes.h"
+#include "tests/manual_clock.h"
 
 namespace logitd {
 namespace {
-
-using ::logitd::testing::Becomes;
 
 // A process whose memory is a number. Limit 100, margin 10.
 class MemoryWatchTest : public ::testing::Test {
@@ -22,27 +19,28 @@ class MemoryWatchTest : public ::testing::Test {
   MemoryWatchOptions Options() {
     return {.base = 40,
             .allowed_growth = [] { return int64_t{60}; },
-            .held = [this] { return held_.load(); },
+            .held = [this] { return held_; },
             .shed = [this](bool shed) { shedding_ = shed; },
             .saw = [this](int64_t resident) { saw_ = resident; },
             .margin = 10,
-            .period = absl::Milliseconds(2),
             .spare = 20,
-            .quiet = absl::Milliseconds(50),
-            .resident = [this] { return resident_.load(); },
+            .clock = &clock_,
+            .resident = [this] { return resident_; },
             .give_back =
                 [this] {
                   ++given_back_;
-                  resident_ -= unused_.exchange(0);
+                  resident_ -= std::exchange(unused_, 0);
                 }};
   }
+  void ALookPasses() { clock_.Advance(MemoryWatchOptions().period); }
 
-  std::atomic<int64_t> resident_ = 40;
-  std::atomic<int64_t> unused_ = 0;
-  std::atomic<int64_t> held_ = 0;
-  std::atomic<int64_t> saw_ = 0;
-  std::atomic<int> given_back_ = 0;
-  std::atomic<bool> shedding_ = false;
+  ManualClock clock_;
+  int64_t resident_ = 40;
+  int64_t unused_ = 0;
+  int64_t held_ = 0;
+  int64_t saw_ = 0;
+  int given_back_ = 0;
+  bool shedding_ = false;
 };
 
 TEST_F(MemoryWatchTest, BelowTheLimitItOnlyLooks) {
@@ -50,8 +48,8 @@ TEST_F(MemoryWatchTest, BelowTheLimitItOnlyLooks) {
   held_ = 50;
   const MemoryWatch watch(Options());
   EXPECT_EQ(watch.limit(), 100);
-  EXPECT_TRUE(Becomes([&] { return saw_ == 90; }));
-  absl::SleepFor(absl::Milliseconds(100));
+  for (int i = 0; i < 200; ++i) ALookPasses();
+  EXPECT_EQ(saw_, 90);
   EXPECT_FALSE(shedding_);
   EXPECT_EQ(given_back_, 0);
 }
@@ -61,21 +59,24 @@ TEST_F(MemoryWatchTest, UnusedMemoryGoesBeforeConnectionsAreRefused) {
   held_ = 50;
   unused_ = 30;
   resident_ = 95;
-  EXPECT_TRUE(Becomes([&] { return resident_ == 65; }));
-  absl::SleepFor(absl::Milliseconds(20));
+  ALookPasses();
+  EXPECT_EQ(resident_, 65);
   EXPECT_FALSE(shedding_);
 }
 
 TEST_F(MemoryWatchTest, AboveTheLimitItShedsUntilMemoryIsWellBelow) {
   const MemoryWatch watch(Options());
   resident_ = 95;
-  EXPECT_TRUE(Becomes([&] { return shedding_.load(); }));
+  ALookPasses();
+  EXPECT_TRUE(shedding_);
   EXPECT_GT(given_back_, 0) << "it first gives unused memory back";
   resident_ = 85;  // below, but not by the margin
-  EXPECT_TRUE(Becomes([&] { return saw_ == 85; }));
+  ALookPasses();
+  EXPECT_EQ(saw_, 85);
   EXPECT_TRUE(shedding_);
   resident_ = 60;
-  EXPECT_TRUE(Becomes([&] { return !shedding_; }));
+  ALookPasses();
+  EXPECT_FALSE(shedding_);
 }
 
 TEST_F(MemoryWatchTest, MemoryThatStaysUnusedIsGivenBack) {
@@ -83,9 +84,11 @@ TEST_F(MemoryWatchTest, MemoryThatStaysUnusedIsGivenBack) {
   held_ = 10;
   unused_ = 5;
   resident_ = 75;  // 40 + 10 + 20 are in use or spare
-  const absl::Time start = absl::Now();
-  EXPECT_TRUE(Becomes([&] { return given_back_ > 0; }));
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(40));
+  ALookPasses();
+  clock_.Advance(absl::Milliseconds(4999));
+  EXPECT_EQ(given_back_, 0);
+  clock_.Advance(absl::Milliseconds(50));
+  EXPECT_EQ(given_back_, 1);
 }
 
 TEST(ResidentBytesTest, AreThoseOfTheProcess) {

@@ -26,6 +26,7 @@
 #include "client/client.h"
 #include "client/ring.h"
 #include "server/log.h"
+#include "tests/becomes.h"
 #include "tests/fake_backend.h"
 
 namespace logitd {
@@ -102,7 +103,7 @@ client::TopKRequest OneRow() {
 std::unique_ptr<client::Client> Connected(const std::string& directory) {
   auto client =
       client::Client::Create({.address = Address(directory), .retry = {.max_attempts = 1}});
-  while (!(*client)->Info().ok()) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_TRUE(testing::Becomes([&] { return (*client)->Info().ok(); }));
   return *std::move(client);
 }
 
@@ -175,18 +176,18 @@ TEST_F(ServeDeathTest, ALostDeviceEndsTheProcessAndTellsEveryone) {
 void ServeOnTwoDevicesAndLoseOne(const std::string& directory) {
   Config config = SmallConfig(directory);
   config.streams = 1;
-  std::atomic<bool> hold = true;
+  FakeBackend* held = nullptr;  // device 0
   ServeToTheEnd(config, [&] {
-    std::thread([directory, &hold] {
+    std::thread([directory, &held] {
       const std::unique_ptr<client::Client> client = Connected(directory);
       // Device 0 stands still, so the second call runs on device 1.
       std::thread first([&client = *client] {
         const absl::Status status = client.TopK(OneRow()).status();
         std::fprintf(stderr, "first: %s\n", status.ToString().c_str());
       });
-      absl::SleepFor(absl::Milliseconds(300));
+      EXPECT_TRUE(testing::Becomes([&] { return held->held() == 1; }));
       std::fprintf(stderr, "losing: %s\n", client->TopK(OneRow()).status().ToString().c_str());
-      hold = false;
+      held->Release();
       first.join();
       for (int i = 0; i < 5; ++i) {
         std::fprintf(stderr, "after %d: %s\n", i,
@@ -210,10 +211,10 @@ void ServeOnTwoDevicesAndLoseOne(const std::string& directory) {
       kill(getpid(), SIGTERM);
     }).detach();
     std::vector<std::unique_ptr<Backend>> backends;
-    backends.push_back(DoomedDevice(0, FaultPoint::kWait, [&hold] {
-      while (hold) absl::SleepFor(absl::Milliseconds(1));
-      return absl::OkStatus();
-    }));
+    auto first = std::make_unique<FakeBackend>(DeviceInfo{.backend = "fake", .name = "fake"});
+    held = first.get();
+    held->Hold(FaultPoint::kWait);
+    backends.push_back(std::move(first));
     backends.push_back(
         DoomedDevice(1, FaultPoint::kWait, [] { return absl::InternalError("fell off the bus"); }));
     return backends;
@@ -300,7 +301,7 @@ void ServeASlowBatchWithoutACaller(const std::string& directory) {
     }).detach();
     return Doomed(FaultPoint::kWait, [&runs] {
       runs = true;
-      absl::SleepFor(absl::Seconds(8));
+      absl::SleepFor(absl::Seconds(8));  // longer than a device that hangs is waited for
       return absl::OkStatus();
     });
   });
@@ -312,22 +313,25 @@ TEST_F(ServeDeathTest, ASlowBatchWithoutACallerIsNotTakenForADeviceThatHangs) {
                     HasSubstr("drained: 0 calls cut short")));
 }
 
-// Prints every change of health while one slice takes three seconds.
-void WatchASlowSlice(const std::string& directory) {
+// Prints every change of health while one slice takes until that is seen.
+void WatchASlowSlice(const std::string& directory, absl::Notification* seen) {
   const std::unique_ptr<client::Client> client = Connected(directory);
-  std::thread call([&client = *client] {
-    const absl::Status status = client.TopK(OneRow()).status();
-    std::fprintf(stderr, "call: %s\n", status.ToString().c_str());
-  });
-  bool stalled = false;  // a status may come twice
+  std::thread call;
   client
       ->WatchHealth("logitd.v1.Sampler",
-                    [&stalled](client::ServingStatus status) {
+                    [&](client::ServingStatus status) {
                       const std::string name(client::ServingStatusName(status));
                       std::fprintf(stderr, "health %s\n", name.c_str());
                       const bool serving = status == client::ServingStatus::kServing;
-                      stalled = stalled || !serving;
-                      return !(stalled && serving);
+                      if (serving && !call.joinable()) {
+                        call = std::thread([&] {
+                          const absl::Status done = client->TopK(OneRow()).status();
+                          std::fprintf(stderr, "call: %s\n", done.ToString().c_str());
+                        });
+                      }
+                      // A status may come twice.
+                      if (!serving && !seen->HasBeenNotified()) seen->Notify();
+                      return !serving || !seen->HasBeenNotified();
                     })
       .IgnoreError();
   call.join();
@@ -341,10 +345,11 @@ void ServeASlowSlice(const std::string& directory) {
   config.streams = 1;
   config.stall_timeout = absl::Milliseconds(500);
   std::thread watcher;
+  absl::Notification seen;
   const int code = Serve(config, [&] {
-    watcher = std::thread(WatchASlowSlice, directory);
-    return Doomed(FaultPoint::kWait, [] {
-      absl::SleepFor(absl::Seconds(3));
+    watcher = std::thread(WatchASlowSlice, directory, &seen);
+    return Doomed(FaultPoint::kWait, [&seen] {
+      seen.WaitForNotification();
       return absl::OkStatus();
     });
   });

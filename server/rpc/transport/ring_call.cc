@@ -6,9 +6,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "kernels/status_macros.h"
-#include "server/base/clock.h"
 #include "server/engine/batch.h"
 #include "server/rpc/transport/call_log.h"
 #include "server/rpc/transport/call_tracker.h"
@@ -97,7 +95,7 @@ void RingCall::LetIn(absl::StatusOr<engine::Admission::Ticket> ticket) {
 absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   headers_.caller.id = ring_->id();
   if (request.is_batch) headers_.caller.priority = engine::Priority::kBatch;
-  headers_.deadline = SteadyNow() + request.timeout;
+  headers_.deadline = environment().admission->options().clock->Now() + request.timeout;
   const std::string_view name = method_.substr(method_.rfind('/') + 1);
   engine::Metrics* const metrics = environment().metrics;
   LOGITD_RETURN_IF_ERROR(headers_.Accept(

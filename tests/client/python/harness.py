@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import time
 import unittest
 import urllib.request
 from concurrent import futures
+from unittest import mock
 
 import grpc
 import logitd
@@ -54,11 +56,11 @@ class RunningServer:
                 ],
                 stderr=file,
             )
-        end = time.monotonic() + 30
-        while not (listening := re.search(r"listening on (\S+) .*\n", log.read_text())):
-            if time.monotonic() > end or self.process.poll() is not None:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.01)
+        line = re.compile(r"listening on (\S+) .*\n")
+        until(lambda: line.search(log.read_text()) or self.process.poll() is not None)
+        listening = line.search(log.read_text())
+        if not listening:
+            raise RuntimeError(log.read_text())
         self.tcp = listening.group(1)
 
     def metric(self, name):
@@ -66,6 +68,18 @@ class RunningServer:
         address = re.search(r"metrics on (\S+)", pathlib.Path(self.directory, "log").read_text()).group(1)
         page = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
         return float(re.search(rf"^{name} (\S+)", page, re.M).group(1))
+
+    def start_when_called(self):
+        """Starts it after a client has tried to connect in vain. Returns the thread that does so."""
+        host, port = self.tcp.rsplit(":", 1)
+        listener = socket.create_server((host, int(port)))
+
+        def start():
+            listener.accept()[0].close()
+            listener.close()
+            self.start()
+
+        return later(0, start)
 
     def stop(self):
         """SIGTERM, and the exit code."""
@@ -213,6 +227,33 @@ def until(holds):
         if time.monotonic() > end:
             raise AssertionError("what was waited for did not come")
         time.sleep(0.01)
+
+
+class Clock:
+    """The clock of clients while it is entered. It stands still; a wait before a retry moves it and is over at once."""
+
+    def __init__(self):
+        self.now, self.waits = 1000.0, []  # seconds
+        self._patches = contextlib.ExitStack()
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+
+    def __enter__(self):
+        async def sleep(seconds):
+            self.sleep(seconds)
+
+        for module in (logitd._calls, logitd.client, logitd.aio):
+            self._patches.enter_context(mock.patch.object(module, "time", self))
+        self._patches.enter_context(mock.patch("asyncio.sleep", sleep))
+        return self
+
+    def __exit__(self, *_):
+        self._patches.close()
 
 
 def later(seconds, run):

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-import time
+import threading
 import unittest
 
 import grpc
@@ -105,8 +105,9 @@ class RayTest(TestCase):
 
         def hang(messages, context):
             streams.append(1)
-            while context.is_active():
-                time.sleep(0.02)
+            over = threading.Event()
+            context.add_callback(over.set)
+            over.wait()
             yield b""
 
         batch = dict(logits=np.zeros((2, 3, 50), np.float32), targets=np.zeros((2, 3), np.int64))

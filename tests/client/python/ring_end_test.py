@@ -288,10 +288,8 @@ class StrangeRingTest(TestCase):
         ):
             with self.subTest(answer=answer), self.refused(error, text):
                 self.open(answer)
-        begun = time.monotonic()
         with self.refused(logitd.Unavailable, "no answer in 0.05 s"):
             self.open(None, timeout=0.05)
-        self.assertLess(time.monotonic() - begun, 5)
 
     def test_a_busy_server_says_when_to_try_again(self):
         ring, _ = self.open(struct.pack("<4sIII", b"LDRG", 1, 0, 0))

@@ -296,20 +296,20 @@ class OrderTest(RingTestCase):
             ring.sample(rows, seed=1, top_p=0.9, arena=arena)
             self.assertEqual(ring._memory[64], 0)  # awake
         self.assertGreater(len(polls), 0)
-        for pause in (0.0005, 0.01, 0.3):  # the server's thread looks for 0.1 ms, then it sleeps too
-            time.sleep(pause)
+        for _ in range(3):
+            until(lambda: ring._memory[0])  # the server's thread sleeps too
             self.assertEqual(ring.top_k(small, k=1, arena=arena).indices[0][0], small.argmax())
 
     def test_a_missed_doorbell_costs_a_short_nap(self):
         arena, ring = self.ring(MIB, slots=2, spin=0)
         row = self.filled(arena, values(1, 100))
         # As if the server had looked at client_asleep too early, each time.
-        with mock.patch.object(ring_module, "_CLIENT_ASLEEP", 72):
+        with mock.patch.object(ring_module, "_CLIENT_ASLEEP", 72), mock.patch.object(
+            ring, "_heard", wraps=ring._heard
+        ) as naps:
             for _ in range(30):
-                begun = time.monotonic()
                 self.assertTrue(ring.top_k(row, k=1, arena=arena).ok.all())
-                if time.monotonic() - begun > 1:
-                    self.fail("a missed doorbell took over a second")
+        self.assertLess(max(nap.args[0] for nap in naps.call_args_list), 1)
 
     def test_a_long_wait_does_not_use_the_processor(self):
         arena, ring = self.ring(MIB, slots=2)
@@ -328,7 +328,7 @@ class OrderTest(RingTestCase):
         arena, ring = self.ring(MIB, slots=4)
         row = self.filled(arena, values(1, 100))
         for _ in range(3):
-            time.sleep(0.05)  # the server sleeps
+            until(lambda: ring._memory[0])  # the server sleeps
             with mock.patch.object(ring, "_socket") as full:
                 full.send.side_effect = BlockingIOError
                 ring.submit_top_k(row, k=1, arena=arena)
@@ -345,7 +345,7 @@ class OrderTest(RingTestCase):
                 self.fail("the socket is never full")
             for _ in range(50):
                 self.assertTrue(ring.top_k(row, k=1, arena=arena).ok.all())
-            time.sleep(0.05)
+            until(lambda: ring._memory[0])
 
 
 class RefusedTest(RingTestCase):
@@ -518,10 +518,8 @@ class RefusedTest(RingTestCase):
         given, error = ring.wait(WAIT)
         self.assertEqual((given, type(error)), (tag, logitd.DeadlineExceeded))
         with frozen(self.server):
-            begun = time.monotonic()
             with self.refused(logitd.DeadlineExceeded, "no answer came within the deadline"):
                 ring.top_k(rows, k=1, arena=arena, deadline=0.2)
-            self.assertLess(time.monotonic() - begun, 5)
             self.assertEqual(ring.in_flight, 0)
         # The late answer is not taken for that of a later call.
         for k in (2, 3, 4, 5, 6):
