@@ -1,7 +1,5 @@
 #include "server/engine/costs.h"
 
-#include <utility>
-
 namespace logitd::engine {
 namespace {
 
@@ -10,6 +8,11 @@ constexpr double kMemory = 0.9;
 
 // Kinds kept. Clients choose vocabularies, so the number of kinds has a bound.
 constexpr size_t kMaxKinds = 1024;
+
+BatchKey KindOf(BatchKey key) {
+  key.device = kAnyDevice;
+  return key;
+}
 
 }  // namespace
 
@@ -23,14 +26,14 @@ double Costs::Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl
   MutexLock lock(mutex_);
   if (per_row_.size() >= kMaxKinds) per_row_.clear();
   per_byte_[key.op].Add(ns, static_cast<double>(payload_bytes));
-  Average& average = per_row_[{key.op, key.dtype, key.row_elements, key.head}];
+  Average& average = per_row_[KindOf(key)];
   average.Add(ns, static_cast<double>(rows));
   return average.PerUnit();
 }
 
 double Costs::PerRow(const BatchKey& key) const {
   MutexLock lock(mutex_);
-  const auto kind = per_row_.find({key.op, key.dtype, key.row_elements, key.head});
+  const auto kind = per_row_.find(KindOf(key));
   if (kind != per_row_.end()) return kind->second.PerUnit();
   const auto average = per_byte_.find(key.op);
   if (average == per_byte_.end()) return 0;

@@ -41,20 +41,9 @@ class Costs {
     void Add(double ns, double of);
     double PerUnit() const { return units > 0 ? time_ns / units : 0; }
   };
-  struct Kind {
-    const OpTraits* op;
-    DType dtype;
-    int64_t row_elements;
-    const Head* head;
-    friend bool operator==(const Kind&, const Kind&) = default;
-    template <typename H>
-    friend H AbslHashValue(H hash, const Kind& kind) {
-      return H::combine(std::move(hash), kind.op, kind.dtype, kind.row_elements, kind.head);
-    }
-  };
 
   mutable Mutex mutex_;
-  absl::flat_hash_map<Kind, Average> per_row_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<BatchKey, Average> per_row_ ABSL_GUARDED_BY(mutex_);  // of any device
   absl::flat_hash_map<const OpTraits*, Average> per_byte_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -1,9 +1,7 @@
 #include "server/engine/data_file.h"
 
 #include <fcntl.h>
-#include <linux/openat2.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +13,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "formats/lfs_pointer.h"
 #include "kernels/status_macros.h"
 
@@ -46,14 +43,9 @@ absl::Status CheckPrefix(const std::filesystem::path& path, const std::string& r
   return LeavesRoot(given);
 }
 
-// Opens `path`, which has no "..", below the folder `root`, and follows no link. -1 with errno.
+// Opens `path`, which has no "..", below the folder `root`, part by part, and follows no link. -1
+// with errno.
 int OpenBeneath(int root, const std::filesystem::path& path, int flags) {
-  open_how how = {};
-  how.flags = static_cast<uint64_t>(flags);
-  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS;
-  const auto opened = static_cast<int>(syscall(SYS_openat2, root, path.c_str(), &how, sizeof(how)));
-  if (opened >= 0 || (errno != ENOSYS && errno != EPERM)) return opened;
-  // Linux before 5.6 has no openat2, and some sandboxes forbid it. Part by part, the same is true.
   int fd = openat(root, ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
   for (auto part = path.begin(); fd >= 0 && part != path.end(); ++part) {
     const bool last = std::next(part) == path.end();
@@ -85,28 +77,20 @@ absl::StatusOr<int> OpenIn(const std::string& root, const std::string& path, int
   const int fd = OpenBeneath(folder, real.lexically_relative(root), flags);
   if (fd >= 0) return fd;
   // `real` had no link, so a part of it has become one.
-  if (errno == ELOOP || errno == ENOTDIR || errno == EXDEV) return LeavesRoot(path);
+  if (errno == ELOOP || errno == ENOTDIR) return LeavesRoot(path);
   return SystemError(path, errno);
 }
 
 }  // namespace
 
-absl::Status FileError(std::string_view path, std::string_view what) {
-  return absl::InvalidArgumentError(absl::StrFormat("%s: %s", path, what));
-}
-
 absl::Status CheckInRoot(const std::string& root, const std::string& path) {
   return CheckPrefix((std::filesystem::path(root) / path).lexically_normal(), root, path);
 }
 
-absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path) {
-  const absl::StatusOr<int> fd = OpenIn(root, path, O_PATH);
-  if (absl::IsNotFound(fd.status())) return PathKind::kNone;
-  if (!fd.ok()) return fd.status();
-  const absl::Cleanup close_fd = [&] { close(*fd); };
-  struct stat info;
-  if (fstat(*fd, &info) != 0) return SystemError(path, errno);
-  return S_ISDIR(info.st_mode) ? PathKind::kFolder : PathKind::kOther;
+bool IsFolder(const std::string& root, const std::string& path) {
+  const absl::StatusOr<int> fd = OpenIn(root, path, O_PATH | O_DIRECTORY);
+  if (fd.ok()) close(*fd);
+  return fd.ok();
 }
 
 absl::StatusOr<std::shared_ptr<const DataFile>> DataFile::Open(const std::string& root,
@@ -155,8 +139,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& root, const std::string&
   absl::StatusOr<std::shared_ptr<const DataFile>> file = DataFile::Open(root, path);
   if (!file.ok()) return file.status();
   if ((*file)->bytes() > max_bytes) {
-    return FileError(
-        path, absl::StrFormat("got %d bytes, allowed up to %d", (*file)->bytes(), max_bytes));
+    return FileError(path, "got %d bytes, allowed up to %d", (*file)->bytes(), max_bytes);
   }
   std::string text(static_cast<size_t>((*file)->bytes()), '\0');
   LOGITD_RETURN_IF_ERROR((*file)->Read(0, text.size(), text.data()));

@@ -10,23 +10,27 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_format.h"
 
 namespace logitd::engine {
 
 // `root`, in all functions: a directory with its links resolved that no path may leave; empty: any
 // path is allowed.
 
-// INVALID_ARGUMENT with the text "<path>: <what>".
-absl::Status FileError(std::string_view path, std::string_view what);
+// INVALID_ARGUMENT with the path and a text, as absl::StrFormat.
+template <typename... Args>
+absl::Status FileError(std::string_view path, const absl::FormatSpec<Args...>& format,
+                       const Args&... args) {
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: %s", path, absl::StrFormat(format, args...)));
+}
 
 // PERMISSION_DENIED if the text of `path` leads out of `root`, whether or not there is a file. Its
 // links are checked when it is opened.
 absl::Status CheckInRoot(const std::string& root, const std::string& path);
 
-enum class PathKind { kNone, kFolder, kOther };
-
-// The kind of file at `path`. Errors as Open, without NOT_FOUND.
-absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path);
+// False also where Open says why `path` cannot be opened.
+bool IsFolder(const std::string& root, const std::string& path);
 
 // A regular file. Thread-safe.
 //
@@ -35,7 +39,7 @@ absl::StatusOr<PathKind> KindOf(const std::string& root, const std::string& path
 class DataFile {
  public:
   // Links are followed while they stay in `root`. A link that is changed meanwhile does not lead out
-  // of it either, since the kernel then opens no link.
+  // of it either.
   //
   // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, a pointer of Git LFS, or not
   // a path; UNAVAILABLE: any other error.

@@ -72,10 +72,18 @@ class FairClock {
   absl::flat_hash_map<Account, double> ends_;
 };
 
+// An item's neighbours in a heap.
+template <typename T>
+struct HeapLinks {
+  T* child = nullptr;
+  T* next = nullptr;
+  T* previous = nullptr;
+};
+
 // A heap of items that hold their own links: a pairing heap, so any item can leave it, and a push
 // allocates nothing. Least first, by Links::Before. Not thread-safe.
 //   struct Links {
-//     static auto& Of(T& item);  // has members child, next, previous of type T*, all null
+//     static HeapLinks<T>& Of(T& item);
 //     static bool Before(const T& a, const T& b);
 //   };
 template <typename T, typename Links>

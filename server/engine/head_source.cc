@@ -8,7 +8,6 @@
 #include <utility>
 #include <variant>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -30,14 +29,12 @@ constexpr const char* kNorms[] = {"model.norm.weight", "language_model.model.nor
 // Encoder-decoder models add it to their logits, with a shape of its own.
 constexpr const char kOtherBias[] = "final_logits_bias";
 
-constexpr char kInnerModel[] = "text_config";
 constexpr char kTies[] = "tie_word_embeddings";
 // LFM2's own name for it, which wins.
 constexpr char kOtherTies[] = "tie_embedding";
 constexpr std::string_view kLfm2 = "lfm2";  // at the start of model_type
-// The key of a quantised model's object that names the scheme.
-constexpr std::pair<const char*, const char*> kQuantMethod = {"quantization_config",
-                                                              "quant_method"};
+
+constexpr char kQuantMethod[] = "quant_method";  // in the object "quantization_config"
 
 // Settings that scale the logits.
 struct Scale {
@@ -51,14 +48,12 @@ constexpr Scale kScales[] = {
     {"output_multiplier", false, false},          // Muse
     {"logits_scaling", true, false},              // Granite; see kLogitsScalingMultiplies
     {"logits_mup_width_multiplier", true, true},  // Inkling
+    {"dim_model_base", false, true},              // MiniCPM: its ratio to the width
 };
 constexpr char kLogitsScalingMultiplies[] = "hyperclovax";  // as part of model_type
 // Settings with the softcap; a model has one of them. Gemma and NanoChat, RecurrentGemma, xLSTM.
 constexpr const char* kSoftcaps[] = {"final_logit_softcapping", "logits_soft_cap",
                                      "output_logit_soft_cap"};
-constexpr std::string_view kSettings[] = {"vocab_size",     "unpadded_vocab_size", kTies,
-                                          kOtherTies,       "is_encoder_decoder",  "rms_norm_eps",
-                                          "dim_model_base", "model_type",          "norm_head"};
 
 // Settings that these models have by default: a configuration may leave them out, and then says
 // nothing of their value.
@@ -88,28 +83,19 @@ constexpr int64_t kBaichuan1Vocab = 64000;
 
 // model_type of models whose final RMSNorm multiplies by 1 + weight; of models with similar names
 // whose norm multiplies by weight; and parts of names for which one of the two must be known.
-constexpr std::string_view kOnePlusWeight[] = {
+constexpr const char* kOnePlusWeight[] = {
     "gemma",       "gemma2",           "gemma3",        "gemma3_text",
     "vaultgemma",  "qwen3_next",       "qwen3_5",       "qwen3_5_text",
     "qwen3_5_moe", "qwen3_5_moe_text", "minimax_m3_vl", "minimax_m3_vl_text"};
-constexpr std::string_view kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
-constexpr std::string_view kAmbiguousFamilies[] = {"gemma",     "qwen3_next", "qwen3_5",
-                                                   "qwen4_exp", "minimax_m3", "step3p7"};
+constexpr const char* kPlainGemmas[] = {"gemma3n", "gemma3n_text"};
+constexpr const char* kAmbiguousFamilies[] = {"gemma",     "qwen3_next", "qwen3_5",
+                                              "qwen4_exp", "minimax_m3", "step3p7"};
 
-template <typename Names>
-bool Contains(const Names& names, std::string_view name) {
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
-}
-
+// The name of the bias that belongs to a weight; "": none could.
 std::string BiasOf(const std::string& weight) {
-  return absl::StrCat(weight.substr(0, weight.rfind('.') + 1), "bias");
-}
-
-// A key of config.json that this file reads.
-bool IsSetting(std::string_view key) {
-  return Contains(kSettings, key) || Contains(kOtherScales, key) || Contains(kSoftcaps, key) ||
-         std::any_of(std::begin(kScales), std::end(kScales),
-                     [&](const Scale& scale) { return key == scale.key; });
+  constexpr std::string_view kWeight = "weight";
+  if (!weight.ends_with(kWeight)) return "";
+  return weight.substr(0, weight.size() - kWeight.size()) + "bias";
 }
 
 // A model's settings. Keeps the first error.
@@ -119,11 +105,8 @@ class Settings {
     const std::string path = absl::StrCat(folder, "/config.json");
     const absl::StatusOr<std::string> text = ReadFile(root, path, kMaxConfigBytes);
     if (!text.ok()) return text.status();
-    absl::StatusOr<formats::JsonFields> fields =
-        formats::ReadJsonFields(path, *text, [](std::string_view object, std::string_view key) {
-          return ((object.empty() || object == kInnerModel) && IsSetting(key)) ||
-                 (object == kQuantMethod.first && key == kQuantMethod.second);
-        });
+    absl::StatusOr<formats::JsonFields> fields = formats::ReadJsonFields(
+        path, *text, [](std::string_view, std::string_view) { return true; });
     if (!fields.ok()) return fields.status();
     return Settings(path, *std::move(fields));
   }
@@ -149,7 +132,18 @@ class Settings {
   }
 
   const absl::Status& status() const { return status_; }
-  const std::string& where() const { return where_; }
+  template <typename... Args>
+  absl::Status Error(const absl::FormatSpec<Args...>& format, const Args&... args) const {
+    return FileError(where_, format, args...);
+  }
+
+  // "" without one.
+  std::string type() const { return TextOf(Find("model_type")); }
+  // The scheme that a quantised model states; "" without one.
+  std::string quant_method() const {
+    const auto it = fields_.find({"quantization_config", kQuantMethod});
+    return TextOf(it != fields_.end() ? &it->second : nullptr);
+  }
 
   std::optional<double> Number(const char* key) {
     const formats::JsonValue* value = Find(key);
@@ -176,28 +170,15 @@ class Settings {
     if (value != nullptr && *value != formats::JsonValue(false)) Fail(key, *value, "false");
   }
 
-  std::string Text(const char* key) const {
-    const formats::JsonValue* value = Find(key);
-    const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
-    return text != nullptr ? *text : "";
-  }
-
   // Also where it is null.
-  bool Has(const char* key) const {
-    return std::any_of(std::begin(kPlaces), std::end(kPlaces), [&](const char* object) {
-      return fields_.find({object, key}) != fields_.end();
-    });
-  }
+  bool Has(const char* key) const { return !All(key).empty(); }
 
   // The stated value: true if it is true anywhere, false if it is false or null wherever it is there.
   std::optional<bool> Stated(const char* key) {
     std::optional<bool> stated;
-    for (const char* object : kPlaces) {
-      const auto it = fields_.find({object, key});
-      if (it == fields_.end()) continue;
-      const bool none = std::holds_alternative<std::monostate>(it->second);
-      const auto* value = std::get_if<bool>(&it->second);
-      if (!none && value == nullptr) Fail(key, it->second, "true or false");
+    for (const formats::JsonValue* each : All(key)) {
+      const auto* value = std::get_if<bool>(each);
+      if (!IsNull(*each) && value == nullptr) Fail(key, *each, "true or false");
       stated = stated.value_or(false) || (value != nullptr && *value);
     }
     return stated;
@@ -205,62 +186,62 @@ class Settings {
 
   // The key that says whether the embeddings are the head.
   const char* TiesKey() const {
-    return Text("model_type").starts_with(kLfm2) && Has(kOtherTies) ? kOtherTies : kTies;
+    return type().starts_with(kLfm2) && Has(kOtherTies) ? kOtherTies : kTies;
   }
 
   // True if the embeddings are the head; nothing if neither the settings nor the model_type tell.
   std::optional<bool> Ties() {
-    if (const std::optional<bool> stated = Stated(TiesKey())) return stated;
-    for (const char* object : kPlaces) {
-      const auto it = fields_.find({object, "model_type"});
-      const auto* type = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;
-      if (type == nullptr) continue;
-      if (const std::optional<bool> ties = TiesByDefault(*type)) return ties;
+    std::optional<bool> ties = Stated(TiesKey());
+    for (const formats::JsonValue* each : All("model_type")) {
+      const std::optional<ModelFamily> family = FamilyOf(TextOf(each));
+      if (!ties.has_value() && family.has_value()) ties = family->ties;
     }
-    return std::nullopt;
+    return ties;
   }
 
-  // The scheme that a configuration states; "" without one.
-  std::string QuantMethod() const {
-    const auto it = fields_.find(kQuantMethod);
-    const auto* text = it != fields_.end() ? std::get_if<std::string>(&it->second) : nullptr;
-    return text != nullptr ? *text : "";
-  }
-
-  // True if the key is there, and `want` wherever it is.
-  bool IsEverywhere(const char* key, bool want) const {
-    int found = 0;
-    for (const char* object : kPlaces) {
-      const auto it = fields_.find({object, key});
-      const auto* value = it != fields_.end() ? std::get_if<bool>(&it->second) : nullptr;
-      if (value == nullptr) continue;
-      if (*value != want) return false;
-      ++found;
+  // Both models of an encoder-decoder, or the only one, say so.
+  bool IsEncoderDecoder() const {
+    bool stated = false;
+    for (const formats::JsonValue* each : All("is_encoder_decoder")) {
+      if (*each == formats::JsonValue(false)) return false;
+      stated = stated || *each == formats::JsonValue(true);
     }
-    return found > 0;
+    return stated;
   }
 
  private:
-  // The inner model's settings before those of the whole model.
-  static constexpr const char* kPlaces[] = {kInnerModel, ""};
-
   Settings(std::string where, formats::JsonFields fields)
       : where_(std::move(where)), fields_(std::move(fields)) {}
 
-  const formats::JsonValue* Find(const char* key) const {
-    for (const char* object : kPlaces) {
+  static bool IsNull(const formats::JsonValue& value) {
+    return std::holds_alternative<std::monostate>(value);
+  }
+  static std::string TextOf(const formats::JsonValue* value) {
+    const auto* text = value != nullptr ? std::get_if<std::string>(value) : nullptr;
+    return text != nullptr ? *text : "";
+  }
+
+  // The inner model's setting before that of the whole model.
+  std::vector<const formats::JsonValue*> All(const char* key) const {
+    std::vector<const formats::JsonValue*> values;
+    for (const char* object : {"text_config", ""}) {
       const auto it = fields_.find({object, key});
-      if (it != fields_.end() && !std::holds_alternative<std::monostate>(it->second)) {
-        return &it->second;
-      }
+      if (it != fields_.end()) values.push_back(&it->second);
+    }
+    return values;
+  }
+
+  // The first that is not null; null: there is none.
+  const formats::JsonValue* Find(const char* key) const {
+    for (const formats::JsonValue* value : All(key)) {
+      if (!IsNull(*value)) return value;
     }
     return nullptr;
   }
 
   void Fail(const char* key, const formats::JsonValue& value, const char* allowed) {
     if (!status_.ok()) return;
-    status_ = FileError(where_, absl::StrFormat("%s: got %s, allowed %s", key,
-                                                formats::ShownValue(value), allowed));
+    status_ = Error("%s: got %s, allowed %s", key, formats::ShownValue(value), allowed);
   }
 
   std::string where_;
@@ -269,12 +250,12 @@ class Settings {
 };
 
 // Passes NaN and infinities on: CheckHead refuses them.
-absl::Status ToFloat(const std::string& where, const char* what, double value, float* to) {
+absl::Status ToFloat(const Settings& settings, const char* what, double value, float* to) {
   constexpr float kLeast = std::numeric_limits<float>::min();
   constexpr float kMost = std::numeric_limits<float>::max();
   if (std::isfinite(value) && value != 0 && (std::abs(value) < kLeast || std::abs(value) > kMost)) {
-    return FileError(where, absl::StrFormat("%s: got %g, allowed 0, or a magnitude of %g to %g",
-                                            what, value, kLeast, kMost));
+    return settings.Error("%s: got %g, allowed 0, or a magnitude of %g to %g", what, value, kLeast,
+                          kMost);
   }
   *to = static_cast<float>(value);
   return absl::OkStatus();
@@ -284,40 +265,33 @@ absl::Status ToFloat(const std::string& where, const char* what, double value, f
 absl::StatusOr<double> ScaleOf(Settings& settings, const HeadSource& head) {
   double factor = 1.0;
   for (const Scale& scale : kScales) {
+    const std::string_view key = scale.key;
+    const bool is_base = key == "dim_model_base";
+    if (is_base) settings.Size(scale.key);  // refuses what is not a size
     const std::optional<double> value = settings.Number(scale.key);
     if (!value.has_value()) continue;
-    const bool divides = scale.divides && !(std::string_view(scale.key) == "logits_scaling" &&
-                                            absl::StrContains(settings.Text("model_type"),
-                                                              kLogitsScalingMultiplies));
+    const bool divides =
+        scale.divides &&
+        !(key == "logits_scaling" && absl::StrContains(settings.type(), kLogitsScalingMultiplies));
     if (divides && *value == 0) {
-      return FileError(settings.where(),
-                       absl::StrFormat("%s: got 0, allowed any other number", scale.key));
+      return settings.Error("%s: got 0, allowed any other number", scale.key);
     }
     if (scale.of_hidden && head.bias.has_value()) {
-      return FileError(settings.where(),
-                       absl::StrFormat("%s: got one and a bias, allowed one of them", scale.key));
+      return settings.Error("%s: got one and a bias, allowed one of them", scale.key);
     }
     factor = divides ? factor / *value : factor * *value;
-  }
-  // A factor of the hidden states is a factor of the logits if there is no bias.
-  const std::optional<int64_t> base = settings.Size("dim_model_base");
-  if (base.has_value() && head.bias.has_value()) {
-    return FileError(settings.where(), "dim_model_base: got one and a bias, allowed one of them");
-  }
-  if (base.has_value()) {
-    factor *= static_cast<double>(*base) / static_cast<double>(head.weight.shape[1]);
+    if (is_base) factor /= static_cast<double>(head.weight.shape[1]);
   }
   return factor;
 }
 
 absl::Status CheckNeeded(Settings& settings) {
-  const std::string type = settings.Text("model_type");
+  const std::string type = settings.type();
   for (const NeededSetting& needed : kNeededSettings) {
     if (needed.model_type != type || settings.Has(needed.key)) continue;
-    return FileError(settings.where(),
-                     absl::StrFormat("%s: got none, allowed a number or null: a model of type %s "
-                                     "has one by default",
-                                     needed.key, type));
+    return settings.Error(
+        "%s: got none, allowed a number or null: a model of type %s has one by default", needed.key,
+        type);
   }
   return absl::OkStatus();
 }
@@ -340,15 +314,14 @@ absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSo
   for (const char* key : kOtherScales) settings.RefuseAny(key);
   LOGITD_RETURN_IF_ERROR(settings.status());
   if (!scale.ok()) return scale.status();
-  LOGITD_RETURN_IF_ERROR(
-      ToFloat(settings.where(), "the scale of the logits", *scale, &head->scale));
-  LOGITD_RETURN_IF_ERROR(ToFloat(settings.where(), softcap, cap, &head->softcap));
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings, "the scale of the logits", *scale, &head->scale));
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings, softcap, cap, &head->softcap));
   head->vocab = request.vocab > 0 ? request.vocab : stated.value_or(stored);
   if (head->vocab > stored) {
-    return FileError(request.vocab > 0 ? head->weight.file->path() : settings.where(),
-                     absl::StrFormat("vocab%s: got %d, allowed 1 to %d, the rows of tensor %s",
-                                     request.vocab > 0 ? "" : "_size", head->vocab, stored,
-                                     formats::Shown(head->weight.name)));
+    const std::string got = absl::StrFormat("got %d, allowed 1 to %d, the rows of tensor %s",
+                                            head->vocab, stored, formats::Shown(head->weight.name));
+    return request.vocab > 0 ? FileError(head->weight.file->path(), "vocab: %s", got)
+                             : settings.Error("vocab_size: %s", got);
   }
   return absl::OkStatus();
 }
@@ -356,13 +329,13 @@ absl::Status ReadSettings(Settings& settings, const HeadRequest& request, HeadSo
 // Refuses models that normalise their head's weight: with the weight as it is stored, their logits
 // would be wrong without a sign of it.
 absl::Status CheckNormalised(Settings& settings) {
-  const std::string type = settings.Text("model_type");
+  const std::string type = settings.type();
   if (absl::StrContains(type, kBaichuan) &&
       (type != kBaichuan || settings.Size("vocab_size") != kBaichuan1Vocab)) {
-    return FileError(settings.where(),
-                     absl::StrFormat("model_type: got %s, which normalises the weight of its head; "
-                                     "allowed is only its first version, with a vocab_size of %d",
-                                     formats::Shown(type), kBaichuan1Vocab));
+    return settings.Error(
+        "model_type: got %s, which normalises the weight of its head; "
+        "allowed is only its first version, with a vocab_size of %d",
+        formats::Shown(type), kBaichuan1Vocab);
   }
   settings.RefuseTrue(kNormHead);
   return settings.status();
@@ -372,66 +345,54 @@ absl::Status CheckNormalised(Settings& settings) {
 absl::Status CheckKind(const HeadTensors& tensors, Settings& settings) {
   LOGITD_RETURN_IF_ERROR(CheckNormalised(settings));
   // T5 scales its states if it ties its embeddings; BART and others add a bias.
-  if (settings.IsEverywhere("is_encoder_decoder", true) && settings.Ties() != false) {
-    return FileError(
-        settings.where(),
+  if (settings.IsEncoderDecoder() && settings.Ties() != false) {
+    return settings.Error(
         "is_encoder_decoder: got true with tied embeddings, allowed false: such models "
         "change their logits in ways that are not known");
   }
   if (tensors.Has(kOtherBias)) {
-    return FileError(settings.where(),
-                     absl::StrFormat("tensor '%s': got one, allowed none: only encoder-decoder "
-                                     "models add it to their logits",
-                                     kOtherBias));
+    return settings.Error(
+        "tensor '%s': got one, allowed none: only encoder-decoder models add it to their logits",
+        kOtherBias);
   }
   // The heads of masked language models first transform the states.
   const std::string dense = tensors.OfHead("dense.weight");
   if (!dense.empty()) {
-    return FileError(settings.where(),
-                     absl::StrFormat("tensor '%s': got one, allowed none: the head must be one "
-                                     "matrix and a bias",
-                                     dense));
+    return settings.Error(
+        "tensor '%s': got one, allowed none: the head must be one matrix and a bias", dense);
   }
   return absl::OkStatus();
 }
 
 absl::Status FindNorm(HeadTensors& tensors, Settings& settings, HeadSource* head) {
-  const std::string& where = settings.where();
   const std::string name = tensors.FirstOf(kNorms);
   if (name.empty()) {
-    return FileError(where, absl::StrCat("final norm: got none, allowed one of the tensors ",
-                                         absl::StrJoin(kNorms, ", ")));
+    return settings.Error("final norm: got none, allowed one of the tensors %s",
+                          absl::StrJoin(kNorms, ", "));
   }
   const std::string bias = BiasOf(name);
   if (tensors.Has(bias)) {
-    return FileError(
-        where, absl::StrFormat("final norm: got a LayerNorm with the bias %s, allowed an RMSNorm",
-                               formats::Shown(bias)));
+    return settings.Error("final norm: got a LayerNorm with the bias %s, allowed an RMSNorm",
+                          formats::Shown(bias));
   }
   const std::optional<double> epsilon = settings.Number("rms_norm_eps");
   LOGITD_RETURN_IF_ERROR(settings.status());
   if (!epsilon.has_value()) {
-    return FileError(
-        where, "rms_norm_eps: got none, allowed a number: only an RMSNorm can be the final norm");
+    return settings.Error(
+        "rms_norm_eps: got none, allowed a number: only an RMSNorm can be the final norm");
   }
-  LOGITD_RETURN_IF_ERROR(ToFloat(where, "rms_norm_eps", *epsilon, &head->norm_epsilon));
-  const std::string type = settings.Text("model_type");
-  const bool doubtful =
-      std::any_of(std::begin(kAmbiguousFamilies), std::end(kAmbiguousFamilies),
-                  [&](std::string_view family) { return type.find(family) != type.npos; });
-  if (Contains(kOnePlusWeight, type)) {
+  LOGITD_RETURN_IF_ERROR(ToFloat(settings, "rms_norm_eps", *epsilon, &head->norm_epsilon));
+  const std::string type = settings.type();
+  const bool doubtful = std::ranges::any_of(
+      kAmbiguousFamilies, [&](std::string_view family) { return type.find(family) != type.npos; });
+  if (std::ranges::find(kOnePlusWeight, type) != std::end(kOnePlusWeight)) {
     head->norm_offset = 1.0f;
-  } else if (doubtful && !Contains(kPlainGemmas, type)) {
-    return FileError(
-        where,
-        absl::StrFormat(
-            "model_type: got %s, whose norm multiplies by weight or by 1 + weight, which is not "
-            "known; allowed with a norm %s, %s",
-            formats::Shown(type),
-            absl::StrJoin(std::begin(kOnePlusWeight), std::end(kOnePlusWeight), ", ",
-                          [](std::string* out, std::string_view known) { out->append(known); }),
-            absl::StrJoin(std::begin(kPlainGemmas), std::end(kPlainGemmas), ", ",
-                          [](std::string* out, std::string_view known) { out->append(known); })));
+  } else if (doubtful && std::ranges::find(kPlainGemmas, type) == std::end(kPlainGemmas)) {
+    return settings.Error(
+        "model_type: got %s, whose norm multiplies by weight or by 1 + weight, which is not "
+        "known; allowed with a norm %s, %s",
+        formats::Shown(type), absl::StrJoin(kOnePlusWeight, ", "),
+        absl::StrJoin(kPlainGemmas, ", "));
   }
   absl::StatusOr<StoredTensor> norm = tensors.Get(name, {head->weight.shape[1]});
   if (!norm.ok()) return norm.status();
@@ -447,20 +408,19 @@ struct Choice {
 
 // "'lm_head.qweight' is of a matrix quantised by GPTQ (quant_method: 'gptq'), ..."
 std::string QuantisedText(const QuantisedPart& part, const Settings& settings) {
-  const std::string method = settings.QuantMethod();
+  const std::string method = settings.quant_method();
   return absl::StrFormat(
       "%s is of a matrix quantised by %s%s, allowed F32, F16, BF16", formats::Shown(part.name),
       part.scheme,
-      method.empty() ? ""
-                     : absl::StrFormat(" (%s: %s)", kQuantMethod.second, formats::Shown(method)));
+      method.empty() ? "" : absl::StrFormat(" (%s: %s)", kQuantMethod, formats::Shown(method)));
 }
 
 absl::Status CheckNotQuantised(const HeadTensors& tensors, const Settings& settings,
                                const std::string& weight) {
   const std::optional<QuantisedPart> part = tensors.QuantisedPartOf(weight);
   if (!part.has_value()) return absl::OkStatus();
-  return FileError(settings.where(), absl::StrFormat("head: got %s, and %s", formats::Shown(weight),
-                                                     QuantisedText(*part, settings)));
+  return settings.Error("head: got %s, and %s", formats::Shown(weight),
+                        QuantisedText(*part, settings));
 }
 
 // For an error text: the tensors that are a head's, those that are there, and the quantised head
@@ -476,7 +436,7 @@ std::string LookedFor(const HeadTensors& tensors, const Settings& settings) {
 // known.
 absl::Status NotTied(const HeadTensors& tensors, Settings& settings) {
   const char* const key = settings.TiesKey();
-  const std::string type = settings.Text("model_type");
+  const std::string type = settings.type();
   std::string got = "none";
   if (settings.Stated(key).has_value()) {
     got = "false";
@@ -486,9 +446,8 @@ absl::Status NotTied(const HeadTensors& tensors, Settings& settings) {
     absl::StrAppend(&got, ", and the default of model_type ", formats::Shown(type),
                     " is not known");
   }
-  return FileError(settings.where(),
-                   absl::StrFormat("%s: got %s, allowed true if there is no head; %s", key, got,
-                                   LookedFor(tensors, settings)));
+  return settings.Error("%s: got %s, allowed true if there is no head; %s", key, got,
+                        LookedFor(tensors, settings));
 }
 
 // The embeddings, if the model ties them. Without a model_type it is taken to do so, since nothing
@@ -498,7 +457,7 @@ absl::StatusOr<Choice> ChooseEmbeddings(const HeadTensors& tensors, Settings& se
   const std::optional<bool> ties = settings.Ties();
   const std::optional<QuantisedPart> part = tensors.QuantisedHead();
   const std::string embeddings = tensors.Embeddings();
-  if (!ties.has_value() && settings.Text("model_type").empty() && !part.has_value()) {
+  if (!ties.has_value() && settings.type().empty() && !part.has_value()) {
     warnings->push_back(absl::StrFormat(
         "%s is taken as the head: there is no other one, and neither %s nor a model_type is stated",
         embeddings, kTies));
@@ -524,8 +483,7 @@ absl::StatusOr<Choice> ChooseKnown(const HeadTensors& tensors, Settings& setting
   if (head.empty() && !embeddings.empty()) return ChooseEmbeddings(tensors, settings, warnings);
   if (head.empty()) {
     if (!tensors.QuantisedHead().has_value()) return Choice{};
-    return FileError(settings.where(),
-                     absl::StrCat("head: got none; ", LookedFor(tensors, settings)));
+    return settings.Error("head: got none; %s", LookedFor(tensors, settings));
   }
   LOGITD_RETURN_IF_ERROR(CheckNotQuantised(tensors, settings, head));
   if (ties == true && !embeddings.empty()) {
@@ -545,37 +503,27 @@ absl::StatusOr<Choice> ChooseOnlyMatrix(const HeadTensors& tensors, const std::s
       folder ? std::vector<std::string>() : tensors.Matrices();
   if (matrices.size() != 1) {
     return FileError(
-        path, absl::StrFormat(
-                  "no tensor 'lm_head.weight', 'model.embed_tokens.weight' or another name of a "
-                  "known head; there: %s%s",
-                  tensors.Listed(),
-                  folder ? ""
-                         : absl::StrFormat("; tensors of 2 dimensions: got %d, allowed 1",
-                                           matrices.size())));
+        path,
+        "no tensor 'lm_head.weight', 'model.embed_tokens.weight' or another name of a "
+        "known head; there: %s%s",
+        tensors.Listed(),
+        folder ? ""
+               : absl::StrFormat("; tensors of 2 dimensions: got %d, allowed 1", matrices.size()));
   }
   const std::string& weight = matrices[0];
   // The log and the list of heads show this name, and only the file gives it.
-  const bool printable = std::all_of(weight.begin(), weight.end(), [](char c) {
-    return absl::ascii_isprint(static_cast<unsigned char>(c));
-  });
-  if (weight.empty() || weight.size() > kMaxTensorName || !printable) {
+  if (weight.empty() || weight.size() > kMaxTensorName || !IsPrintable(weight)) {
     return FileError(path,
-                     absl::StrFormat("name of the weight: got %s of %d bytes, allowed 1 to %d "
-                                     "of printable ASCII",
-                                     formats::Shown(weight), weight.size(), kMaxTensorName));
+                     "name of the weight: got %s of %d bytes, allowed 1 to %d of printable ASCII",
+                     formats::Shown(weight), weight.size(), kMaxTensorName);
   }
-  const std::string_view stem = weight;
-  return Choice{weight, stem.ends_with("weight")
-                            ? absl::StrCat(std::string(stem.substr(0, stem.size() - 6)), "bias")
-                            : ""};
+  return Choice{weight, BiasOf(weight)};
 }
 
 }  // namespace
 
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
-  const absl::StatusOr<PathKind> kind = KindOf(request.root, request.path);
-  if (!kind.ok()) return kind.status();
-  const bool folder = *kind == PathKind::kFolder;
+  const bool folder = IsFolder(request.root, request.path);
   absl::StatusOr<HeadTensors> tensors = folder ? HeadTensors::OfFolder(request.root, request.path)
                                                : HeadTensors::OfFile(request.root, request.path);
   if (!tensors.ok()) return tensors.status();
@@ -602,12 +550,13 @@ absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request) {
   }
   LOGITD_RETURN_IF_ERROR(ReadSettings(*settings, request, &head));
   if (request.final_norm) LOGITD_RETURN_IF_ERROR(FindNorm(*tensors, *settings, &head));
-  if (const std::string type = settings->Text("model_type"); !type.empty() && !IsSurveyed(type)) {
-    head.warnings.push_back(
-        absl::StrFormat("model_type %s is not known; its logits are taken as the product with %s. "
-                        "Compare some with "
-                        "the model's own",
-                        formats::Shown(type), head.weight.name));
+  const std::string type = settings->type();
+  const std::optional<ModelFamily> family = FamilyOf(type);
+  if (!type.empty() && (!family.has_value() || !family->surveyed)) {
+    head.warnings.push_back(absl::StrFormat(
+        "model_type %s is not known; its logits are taken as the product with %s. Compare some "
+        "with the model's own",
+        formats::Shown(type), head.weight.name));
   }
   return head;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/head.h"
 #include "server/engine/head_tensors.h"
 #include "server/engine/heads.h"
 
@@ -24,16 +25,22 @@ struct HeadSource {
   float scale = 1.0f;  // of the logits, bias included
   float softcap = 0.0f;
   std::vector<std::string> warnings;  // one line each
+
+  // The head without its numbers.
+  HeadView Shape() const {
+    return {.weight = {.dtype = weight.dtype, .rows = vocab, .cols = weight.shape[1]},
+            .norm_epsilon = norm_epsilon,
+            .scale = scale,
+            .softcap = softcap};
+  }
 };
 
 // Errors: those of Heads::Load about files and settings. Thread-safe.
 //
-// A folder's settings are in its config.json, where "text_config" comes first. A single file's
-// settings are in its metadata, under the same keys. docs/operations.md lists the keys and the
-// names of tensors. Only rms_norm_eps is required, and only for the norm. Where tie_word_embeddings
-// is not stated, the default of the model_type counts. Keys that are known to change logits in other
-// ways are refused. hidden_size is not read: the weight's own width counts, because models that
-// project their states before the head state another size.
+// docs/operations.md lists the keys of settings and the names of tensors. A folder's settings are in
+// its config.json, where "text_config" comes first; a single file's are in its metadata. hidden_size
+// is not read: the weight's own width counts, because models that project their states before the
+// head state another size.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine

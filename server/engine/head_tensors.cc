@@ -10,6 +10,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "formats/json_fields.h"
 #include "kernels/status_macros.h"
 
@@ -22,8 +24,6 @@ constexpr int64_t kMaxIndexBytes = int64_t{16} << 20;
 constexpr int64_t kMaxHeaderBytes = int64_t{16} << 20;
 constexpr char kWeightMap[] = "weight_map";  // key of an index
 constexpr size_t kMaxListed = 8;             // tensors in a text
-
-constexpr std::string_view kWrappers[] = {"_orig_mod.", "module."};
 
 // Prefixes of a head's own tensors, the most usual first. Multimodal models nest their language
 // model. GPT-NeoX, BioGPT and TrOCR, XLNet, RWKV.
@@ -82,11 +82,6 @@ constexpr QuantisedScheme kSchemes[] = {
     {"scales", "integers with scales"},
 };
 
-bool OneLine(std::string_view text) {
-  return std::all_of(text.begin(), text.end(),
-                     [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
-}
-
 // For the text of an error, after the dtype of a weight.
 const char* QuantisedType(std::string_view dtype) {
   if (dtype.starts_with("F8")) return "; a weight quantised to fp8 is not read";
@@ -108,36 +103,26 @@ bool IsOutsideLayers(std::string_view name) {
   return true;
 }
 
-// The wrappers that all names have at their start.
-class CommonWrapper {
- public:
-  void Add(std::string_view name) {
-    std::string_view rest = name;
-    for (bool found = true; std::exchange(found, false);) {
-      for (const std::string_view wrapper : kWrappers) {
-        if (!rest.starts_with(wrapper)) continue;
-        rest.remove_prefix(wrapper.size());
-        found = true;
-      }
-    }
-    const std::string_view wrappers = name.substr(0, name.size() - rest.size());
-    if (std::exchange(any_, true)) {
-      while (!wrappers.starts_with(common_)) {  // without the last wrapper
-        common_.pop_back();
-        common_.resize(common_.rfind('.') + 1);
-      }
-    } else {
-      common_ = wrappers;
-    }
-  }
-  const std::string& get() const { return common_; }
+// Shortens `prefix`, which has no value before the first name, to what `name` also begins with.
+void KeepCommon(std::string_view name, std::optional<std::string>* prefix) {
+  if (!prefix->has_value()) *prefix = name;
+  const auto end = std::mismatch(name.begin(), name.end(), (*prefix)->begin(), (*prefix)->end());
+  (*prefix)->erase(end.second, (*prefix)->end());
+}
 
- private:
-  bool any_ = false;
-  std::string common_;
-};
+// The wrappers at the start of a name.
+std::string WrappersOf(const std::string& name) {
+  absl::string_view rest = name;
+  while (absl::ConsumePrefix(&rest, "_orig_mod.") || absl::ConsumePrefix(&rest, "module.")) {
+  }
+  return name.substr(0, name.size() - rest.size());
+}
 
 }  // namespace
+
+bool IsPrintable(std::string_view text) {
+  return std::ranges::all_of(text, [](unsigned char c) { return absl::ascii_isprint(c); });
+}
 
 absl::StatusOr<HeadTensors::OpenFile> HeadTensors::OpenSafetensors(const std::string& root,
                                                                    const std::string& path) {
@@ -162,10 +147,10 @@ absl::StatusOr<HeadTensors::OpenFile> HeadTensors::OpenSafetensors(const std::st
 absl::StatusOr<HeadTensors> HeadTensors::OfFile(const std::string& root, const std::string& path) {
   absl::StatusOr<OpenFile> file = OpenSafetensors(root, path);
   if (!file.ok()) return file.status();
-  CommonWrapper wrapper;
-  for (const auto& [name, tensor] : file->header.tensors) wrapper.Add(name);
+  std::optional<std::string> common;
+  for (const auto& [name, tensor] : file->header.tensors) KeepCommon(name, &common);
   HeadTensors out(root, path);
-  out.wrapper_ = wrapper.get();
+  out.wrapper_ = WrappersOf(common.value_or(""));
   for (const auto& [name, tensor] : file->header.tensors) {
     out.file_of_[name.substr(out.wrapper_.size())] = path;
   }
@@ -177,31 +162,27 @@ absl::StatusOr<HeadTensors> HeadTensors::OfFolder(const std::string& root,
                                                   const std::string& folder) {
   const std::string single = absl::StrCat(folder, "/model.safetensors");
   const std::string index = absl::StrCat(folder, "/model.safetensors.index.json");
-  const absl::StatusOr<PathKind> has_single = KindOf(root, single);
-  if (!has_single.ok()) return has_single.status();
-  const absl::StatusOr<PathKind> has_index = KindOf(root, index);
-  if (*has_single != PathKind::kNone) {
-    absl::StatusOr<HeadTensors> out = OfFile(root, single);
-    if (out.ok() && (!has_index.ok() || *has_index != PathKind::kNone)) {
-      out->warning_ =
+  absl::StatusOr<HeadTensors> whole = OfFile(root, single);
+  if (!absl::IsNotFound(whole.status())) {
+    if (whole.ok() && !absl::IsNotFound(DataFile::Open(root, index).status())) {
+      whole->warning_ =
           "the folder has model.safetensors and model.safetensors.index.json; model.safetensors is "
           "taken, and the files that the index names are not read";
     }
-    return out;
+    return whole;
   }
-  if (!has_index.ok()) return has_index.status();
-  if (*has_index == PathKind::kNone) {
+  const absl::StatusOr<std::string> text = ReadFile(root, index, kMaxIndexBytes);
+  if (absl::IsNotFound(text.status())) {
     return absl::NotFoundError(absl::StrFormat(
         "%s: the folder has neither model.safetensors nor model.safetensors.index.json", folder));
   }
-  const absl::StatusOr<std::string> text = ReadFile(root, index, kMaxIndexBytes);
   if (!text.ok()) return text.status();
-  CommonWrapper wrapper;
+  std::optional<std::string> common;
   const auto fields =
       formats::ReadJsonFields(index, *text, [&](std::string_view object, std::string_view key) {
         if (object.empty()) return key == kWeightMap;
         if (object != kWeightMap) return false;
-        wrapper.Add(key);
+        KeepCommon(key, &common);
         return IsOutsideLayers(key);
       });
   if (!fields.ok()) return fields.status();
@@ -211,7 +192,7 @@ absl::StatusOr<HeadTensors> HeadTensors::OfFolder(const std::string& root,
   }
   HeadTensors out(root, index);
   out.folder_ = folder + "/";
-  out.wrapper_ = wrapper.get();
+  out.wrapper_ = WrappersOf(common.value_or(""));
   for (const auto& [key, value] : *fields) {
     const auto* file = std::get_if<std::string>(&value);
     if (key.first.empty() || file == nullptr) continue;
@@ -250,20 +231,16 @@ std::string HeadTensors::HeadNames() {
 
 std::string HeadTensors::Listed() const {
   const auto rank = [](std::string_view name) {
-    if (std::any_of(std::begin(kHeadPrefixes), std::end(kHeadPrefixes),
-                    [&](std::string_view prefix) { return name.starts_with(prefix); })) {
-      return 0;
-    }
-    return std::find(std::begin(kEmbeddings), std::end(kEmbeddings), name) != std::end(kEmbeddings)
-               ? 1
-               : 2;
+    const bool of_head = std::ranges::any_of(
+        kHeadPrefixes, [&](std::string_view prefix) { return name.starts_with(prefix); });
+    if (of_head) return 0;
+    return std::ranges::find(kEmbeddings, name) != std::end(kEmbeddings) ? 1 : 2;
   };
   std::vector<std::string> names;
   for (const auto& [name, file] : file_of_) {
     if (IsOutsideLayers(name)) names.push_back(name);
   }
-  std::stable_sort(names.begin(), names.end(),
-                   [&](const std::string& a, const std::string& b) { return rank(a) < rank(b); });
+  std::ranges::stable_sort(names, {}, rank);
   const size_t more = names.size() - std::min(names.size(), kMaxListed);
   names.resize(names.size() - more);
   std::string text = absl::StrJoin(names, ", ", [&](std::string* out, const std::string& name) {
@@ -289,10 +266,9 @@ absl::StatusOr<StoredTensor> HeadTensors::Get(const std::string& name,
   auto it = open_.find(file_name);
   if (it == open_.end()) {
     if (file_name.empty() || file_name.size() > NAME_MAX || file_name[0] == '.' ||
-        absl::StrContains(file_name, '/') || !OneLine(file_name)) {
-      return FileError(where_,
-                       absl::StrFormat("file of tensor %s: got %s, allowed a file in the folder",
-                                       formats::Shown(stored), formats::Shown(file_name)));
+        absl::StrContains(file_name, '/') || !IsPrintable(file_name)) {
+      return FileError(where_, "file of tensor %s: got %s, allowed a file in the folder",
+                       formats::Shown(stored), formats::Shown(file_name));
     }
     absl::StatusOr<OpenFile> file = OpenSafetensors(root_, path);
     if (!file.ok()) {
@@ -304,8 +280,7 @@ absl::StatusOr<StoredTensor> HeadTensors::Get(const std::string& name,
   }
   const auto found = it->second.header.tensors.find(stored);
   if (found == it->second.header.tensors.end()) {
-    return FileError(path, absl::StrFormat("no tensor %s, which %s says is here",
-                                           formats::Shown(stored), where_));
+    return FileError(path, "no tensor %s, which %s says is here", formats::Shown(stored), where_);
   }
   const formats::SafetensorsTensor& tensor = found->second;
   StoredTensor out{.name = stored,
@@ -319,20 +294,18 @@ absl::StatusOr<StoredTensor> HeadTensors::Get(const std::string& name,
   } else if (tensor.dtype == "BF16") {
     out.dtype = DType::kBF16;
   } else {
-    return FileError(path, absl::StrFormat("dtype of tensor %s: got %s, allowed F32, F16, BF16%s",
-                                           formats::Shown(stored), formats::Shown(tensor.dtype),
-                                           QuantisedType(tensor.dtype)));
+    return FileError(path, "dtype of tensor %s: got %s, allowed F32, F16, BF16%s",
+                     formats::Shown(stored), formats::Shown(tensor.dtype),
+                     QuantisedType(tensor.dtype));
   }
   bool fits = tensor.shape.size() == want.size();
   for (size_t i = 0; fits && i < want.size(); ++i) {
     fits = want[i] == -1 ? tensor.shape[i] > 0 : tensor.shape[i] == want[i];
   }
   if (!fits) {
-    return FileError(
-        path, absl::StrFormat(
-                  "shape of tensor %s: got %s, allowed %s%s", formats::Shown(stored),
-                  formats::ShapeName(tensor.shape), formats::ShapeName(want),
-                  std::count(want.begin(), want.end(), -1) > 0 ? "; -1: any size above 0" : ""));
+    return FileError(path, "shape of tensor %s: got %s, allowed %s%s", formats::Shown(stored),
+                     formats::ShapeName(tensor.shape), formats::ShapeName(want),
+                     std::count(want.begin(), want.end(), -1) > 0 ? "; -1: any size above 0" : "");
   }
   return out;
 }

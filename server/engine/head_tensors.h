@@ -26,6 +26,9 @@ struct StoredTensor {
   std::vector<int64_t> shape;
 };
 
+// Printable ASCII on one line, or nothing.
+bool IsPrintable(std::string_view text);
+
 // A tensor that only a quantised matrix has.
 struct QuantisedPart {
   std::string name;

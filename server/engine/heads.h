@@ -27,6 +27,7 @@ namespace logitd::engine {
 
 class Devices;
 class Metrics;
+struct HeadLayout;
 
 // A head's description.
 struct HeadInfo {
@@ -51,12 +52,12 @@ class Head {
     Backend* backend = nullptr;
     DeviceMemory memory;
     HeadView view;
+    std::shared_ptr<std::byte> owned;  // the memory, until it is freed
   };
 
   // `copies`: one for each device; at least one has a backend, which outlives this. `whole`: the shape
   // of a sharded head, whose parts all have a backend; none: each copy is whole.
   Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whole = std::nullopt);
-  ~Head();
   Head(const Head&) = delete;
   Head& operator=(const Head&) = delete;
 
@@ -141,17 +142,20 @@ class Heads {
   int64_t bytes(int device) const { return (*bytes_)[static_cast<size_t>(device)]; }
 
  private:
+  bool TakeTurn(absl::FunctionRef<bool(const HeadProgress&)> progress);
   absl::StatusOr<std::shared_ptr<const Head>> Read(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const;
+  absl::StatusOr<std::vector<Head::Copy>> Allocate(const std::vector<HeadLayout>& layouts) const;
+  absl::Status NoMemory(size_t needed, const absl::Status& why) const;
   absl::Status CheckShard(const HeadRequest& request) const;
   absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CountHeads() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads may
-  // outlive this.
+  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads keep it.
   const std::shared_ptr<std::vector<std::atomic<int64_t>>> bytes_;
   mutable Mutex mutex_;
   CondVar read_ended_;

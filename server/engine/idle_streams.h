@@ -27,6 +27,7 @@ namespace logitd::engine {
 // nothing meanwhile. A lone ring makes 1.2 times as many calls so.
 //
 // Figures: bench/results/h200/scheduler.json.
+//
 // Guarded by the engine's lock: `mutex` is that lock, and is held.
 class IdleStreams {
  public:

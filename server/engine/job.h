@@ -1,136 +1,23 @@
-// A job, which the engine runs: some rows of one op. The engine knows sizes and times, never what
-// an op means.
+// A job, which the engine runs: some rows of one op.
 #ifndef LOGITD_SERVER_ENGINE_JOB_H_
 #define LOGITD_SERVER_ENGINE_JOB_H_
 
-#include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string_view>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "kernels/backend.h"
 #include "kernels/types.h"
 #include "server/engine/caller.h"
-#include "server/engine/fair_queue.h"
+#include "server/engine/job_place.h"
+#include "server/engine/op.h"
 
 namespace logitd::engine {
 
-struct Batch;
-struct KeyQueue;
 class Head;
-
-// An axis is what an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of
-// lists, words of masks, ...) are the op's own.
-inline constexpr size_t kRowAxis = 0;
-inline constexpr size_t kMaxAxes = 10;
-inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
-
-// A number for each axis: of elements, or of the first element. Axes that an op does not have are
-// 0.
-using AxisCounts = std::array<int64_t, kMaxAxes>;
-
-// One array of an op: so many bytes for each element of an axis.
-struct Array {
-  size_t axis;
-  size_t bytes;
-};
-
-// An array with a T for each element of `axis`: number `index` of OpTraits::inputs, or of
-// OpTraits::outputs.
-template <typename T>
-struct Input {
-  size_t index;
-  size_t axis;
-};
-template <typename T>
-struct Output {
-  size_t index;
-  size_t axis;
-};
-
-// The OpTraits::inputs, or outputs, of typed arrays, which must come in the order of their index.
-template <template <typename> typename Kind, typename... T>
-consteval std::array<Array, sizeof...(T)> ArraysOf(Kind<T>... typed) {
-  static_assert(sizeof...(T) <= kMaxArrays);
-  size_t next = 0;
-  (([&] {
-     if (typed.index != next++ || typed.axis >= kMaxAxes) throw "an index or axis is wrong";
-   }()),
-   ...);
-  return {{{typed.axis, sizeof(T)}...}};
-}
-
-// A slice of a batch as an op sees it, in the memory of the backend: some of its rows, often all.
-// Row r of the payload starts at payload + r * row_stride. Payload and arrays of kRowAxis start at
-// the slice's first row. Arrays of other axes are those of the whole batch.
-struct BatchView {
-  DType dtype;
-  AxisCounts counts;  // rows: of the slice; others: of the batch
-  int64_t first_row;  // the slice's first row, counted from the batch's
-  int64_t row_elements;
-  size_t row_stride;  // bytes: a multiple of 16, or exactly a row where the op is exclusive
-  const std::byte* payload;
-  const void* const*
-      row_data;             // where the payload's rows lie apart: row r is row_data[r]; else null
-  int32_t max_row_entries;  // the largest JobSpec::max_row_entries
-  uint32_t wanted;          // the bits of every JobSpec::wanted
-  absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
-  absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
-  const HeadView* head;                  // that of BatchKey::head; null where there is none
-
-  int64_t rows() const { return counts[kRowAxis]; }
-
-  // The payload as a matrix.
-  TensorView Payload() const {
-    return {.data = payload,
-            .dtype = dtype,
-            .rows = rows(),
-            .cols = row_elements,
-            .row_stride = static_cast<int64_t>(row_stride / SizeOf(dtype)),
-            .row_data = row_data};
-  }
-
-  // An array; null where the batch has no element for it.
-  template <typename T>
-  const T* In(Input<T> array) const {
-    return counts[array.axis] == 0 ? nullptr : reinterpret_cast<const T*>(inputs[array.index]);
-  }
-  template <typename T>
-  T* Out(Output<T> array) const {
-    return counts[array.axis] == 0 ? nullptr : reinterpret_cast<T*>(outputs[array.index]);
-  }
-};
-
-// How an op travels through the engine. One static object per op, compared by address.
-struct OpTraits {
-  std::string_view name;            // label in metrics and logs
-  absl::Span<const Array> inputs;   // besides the payload; a row of zero bytes = skip the row
-  absl::Span<const Array> outputs;  // in the order in which the job gets them back
-  // Null where the op is exclusive: JobSpec::call has it.
-  absl::Status (*enqueue)(Stream& stream, const BatchView& batch) = nullptr;
-  // A batch holds one job: for ops whose jobs have more parameters (shapes, masks) than rows can
-  // hold, and are large enough to fill a device. Its rows lie without padding, and only bytes bound
-  // their number.
-  bool exclusive_batch = false;
-  // On the host its rows may lie apart, so that it reads them where they came in: for ops on
-  // logits, whose rows are long. See TensorView::row_data.
-  bool rows_apart = false;
-};
-
-// The parameters of a job of an exclusive op as a whole.
-class ExclusiveCall {
- public:
-  virtual ~ExclusiveCall() = default;
-
-  // As OpTraits::enqueue. Where the rows may be cut, it shifts arrays of axes that follow the rows
-  // by BatchView::first_row.
-  virtual absl::Status Enqueue(Stream& stream, const BatchView& batch) const = 0;
-};
 
 inline constexpr int kAnyDevice = -1;
 
@@ -142,6 +29,10 @@ struct BatchKey {
   const Head* head = nullptr;  // of ops on hidden states; the job keeps it until Done
   int device = kAnyDevice;     // the one that can read the job's rows, as Devices counts
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
+  template <typename H>
+  friend H AbslHashValue(H hash, const BatchKey& key) {
+    return H::combine(std::move(hash), key.op, key.dtype, key.row_elements, key.head, key.device);
+  }
 };
 
 // True: batches of this key run on all devices together.
@@ -259,53 +150,8 @@ class Job {
   friend struct JobList;
   friend struct QueueLinks;
   friend struct DeadlineLinks;
-
-  // Neighbours in a heap; see fair_queue.h.
-  struct HeapLinks {
-    Job* child = nullptr;
-    Job* next = nullptr;
-    Job* previous = nullptr;
-  };
-
-  // Where the job is. The engine keeps this here so that a job costs it no allocation and no
-  // look-up.
-  struct Place {
-    enum class State : uint8_t {
-      kNew,      // not submitted
-      kWaiting,  // in its queue
-      kInBatch,  // that has begun
-      kDone,     // ended, or about to
-    };
-    // Written under the engine's lock, except the last step, kDone, which the stream takes before
-    // it gives the batch back.
-    std::atomic<State> state = State::kNew;
-    bool begun = false;  // it was dropped after a slice of its batch
-    // Its caller left while its batch ran: it ends after the slice. Written under the lock.
-    std::atomic<bool> gone = false;
-    absl::Status ending;  // where it ends without its last slice
-    KeyQueue* queue = nullptr;
-    Batch* batch = nullptr;  // while kInBatch
-    size_t slot = 0;         // index in the batch
-    Urgency urgency;
-    double cost_ns = 0;  // as estimated when it was submitted
-    int64_t submitted_ns = 0;
-    Job* previous = nullptr;  // neighbours in the one list the job is in
-    Job* next = nullptr;
-    HeapLinks in_queue;         // while kWaiting
-    HeapLinks by_deadline;      // while kWaiting, if it has one
-    std::shared_ptr<Job> self;  // keeps the job from Submit to Done
-  };
+  using Place = JobPlace;
   Place place_;
-};
-
-// Jobs linked through Place::previous and next. A job is in one such list at most.
-struct JobList {
-  void PushBack(Job* job);
-  void Remove(Job* job);
-  Job* PopFront();
-  Job* first = nullptr;
-  Job* last = nullptr;
-  int64_t size = 0;
 };
 
 }  // namespace logitd::engine

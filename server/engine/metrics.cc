@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <deque>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -24,25 +25,27 @@ namespace {
 
 using prometheus::Counter;
 
-constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 18;
-constexpr std::array<const char*, kRefusals> kRefusalNames = {
-    "draining",         "deadline",     "line_full",       "too_large",
-    "invalid",          "caller_share", "slow_receive",    "hopeless",
-    "hopeless_late",    "overloaded",   "unauthenticated", "role",
-    "quota_bytes",      "quota_rows",   "quota_calls",     "header_list",
-    "connection_bytes", "early_bytes"};
+constexpr size_t kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
+
+// In the order of Refusal.
+constexpr const char* kRefusals[] = {"draining",     "deadline",         "line_full",
+                                     "too_large",    "invalid",          "caller_share",
+                                     "slow_receive", "hopeless",         "hopeless_late",
+                                     "overloaded",   "unauthenticated",  "role",
+                                     "quota_bytes",  "quota_rows",       "quota_calls",
+                                     "header_list",  "connection_bytes", "early_bytes"};
+static_assert(std::size(kRefusals) == static_cast<size_t>(Refusal::kEarlyBytes) + 1);
 
 // In the order of Proof.
-constexpr std::array<const char*, 4> kProofNames = {"none", "token", "certificate", "user"};
+constexpr const char* kProofs[] = {"none", "token", "certificate", "user"};
 
 struct Help {
   const char* name;
   const char* text;
 };
 
+// In the order of Gauge.
 constexpr Help kGauges[] = {
-    // in the order of Gauge
     {"logitd_held_bytes", "Host memory charged to calls."},
     {"logitd_held_bytes_limit", "Most host memory that may be charged to calls."},
     {"logitd_waiting_calls", "Calls left unread until host memory is free, or their turn comes."},
@@ -60,24 +63,46 @@ constexpr Help kGauges[] = {
 };
 static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);
 
-struct BatchTime {
-  Help help;
-  int64_t JobTimes::*time;
-};
-constexpr BatchTime kBatchTimes[] = {
-    {{"logitd_batch_queue_seconds", "Wait of a batch's oldest job for a place and a stream."},
-     &JobTimes::queue_ns},
-    {{"logitd_batch_copy_seconds", "Copy of a batch's rows into its slab."}, &JobTimes::copy_ns},
-    {{"logitd_batch_h2d_seconds", "Host to device copy of a batch."}, &JobTimes::h2d_ns},
-    {{"logitd_batch_kernel_seconds", "The op of a batch."}, &JobTimes::kernel_ns},
-    {{"logitd_batch_d2h_seconds", "Device to host copy of a batch."}, &JobTimes::d2h_ns},
-};
-
+// In the order of CallPhase.
 constexpr Help kPhases[] = {
-    // in the order of CallPhase
     {"logitd_admission_wait_seconds", "From when a call asks for room until its message may come."},
     {"logitd_receive_seconds", "From headers until the message is there, without that wait."},
     {"logitd_send_seconds", "From the answer of a unary call until the transport has sent it."},
+};
+
+// One series for each op.
+enum OpCounter : size_t { kRows, kBatches, kSlices, kBusySeconds, kStopped };
+constexpr Help kOpCounters[] = {
+    {"logitd_rows_total", "Rows computed."},
+    {"logitd_batches_total", "Batches computed."},
+    {"logitd_slices_total", "Slices computed."},
+    {"logitd_stream_busy_seconds_total", "Time that streams spent on slices."},
+    {"logitd_stopped_total", "Requests that ended between slices of their batch."},
+};
+constexpr Help kOpSeconds[] = {
+    {"logitd_request_seconds", "Time of a call from its headers to its status."},
+    {"logitd_batch_queue_seconds", "Wait of a batch's oldest job for a place and a stream."},
+    {"logitd_batch_copy_seconds", "Copy of a batch's rows into its slab."},
+    {"logitd_batch_h2d_seconds", "Host to device copy of a batch."},
+    {"logitd_batch_kernel_seconds", "The op of a batch."},
+    {"logitd_batch_d2h_seconds", "Device to host copy of a batch."},
+};
+// Those of kOpSeconds after the first.
+constexpr int64_t JobTimes::*kBatchTimes[] = {&JobTimes::queue_ns, &JobTimes::copy_ns,
+                                              &JobTimes::h2d_ns, &JobTimes::kernel_ns,
+                                              &JobTimes::d2h_ns};
+static_assert(std::size(kBatchTimes) + 1 == std::size(kOpSeconds));
+
+// One series for each device.
+enum DeviceCounter : size_t { kDeviceRows, kDeviceBusySeconds };
+constexpr Help kDeviceCounters[] = {
+    {"logitd_device_rows_total", "Rows computed."},
+    {"logitd_device_busy_seconds_total", "Time that the device's streams spent on slices."},
+};
+enum DeviceGauge : size_t { kUp, kDeviceHeadBytes };
+constexpr Help kDeviceGauges[] = {
+    {"logitd_device_up", "1; 0: the device is lost."},
+    {"logitd_device_head_bytes", "Memory of heads on the device, as in logitd_head_bytes."},
 };
 
 // Steps of 1, 2.5 and 5 from a microsecond (a kernel on one row) to ten seconds (a slow call).
@@ -93,13 +118,13 @@ constexpr double kNanos = 1e9;
 class Histogram {
  public:
   // `sum_units`: a value of 1 in the shards' sums of integers.
-  Histogram(prometheus::Registry& registry, const char* name, const char* help,
-            absl::Span<const double> buckets, double sum_units,
-            const prometheus::Labels& labels = {})
+  Histogram(prometheus::Registry& registry, const Help& help, const prometheus::Labels& labels = {},
+            absl::Span<const double> buckets = kSecondsBuckets, double sum_units = kNanos)
       : buckets_(buckets),
         sum_units_(sum_units),
-        published_(prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add(
-            labels, prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
+        published_(
+            prometheus::BuildHistogram().Name(help.name).Help(help.text).Register(registry).Add(
+                labels, prometheus::Histogram::BucketBoundaries(buckets.begin(), buckets.end()))) {}
 
   void Observe(double value) {
     const auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), value);
@@ -122,38 +147,26 @@ class Histogram {
 };
 static_assert(std::size(kRowsBuckets) <= std::size(kSecondsBuckets));
 
-Counter& AddCounter(prometheus::Registry& registry, const char* name, const char* help,
+Counter& AddCounter(prometheus::Registry& registry, const Help& help,
                     const prometheus::Labels& labels) {
-  return prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add(labels);
+  return prometheus::BuildCounter().Name(help.name).Help(help.text).Register(registry).Add(labels);
 }
 
-prometheus::Gauge& AddGauge(prometheus::Registry& registry, const char* name, const char* help,
+prometheus::Gauge& AddGauge(prometheus::Registry& registry, const Help& help,
                             const prometheus::Labels& labels = {}) {
-  return prometheus::BuildGauge().Name(name).Help(help).Register(registry).Add(labels);
+  return prometheus::BuildGauge().Name(help.name).Help(help.text).Register(registry).Add(labels);
 }
 
 struct OpSeries {
-  OpSeries(prometheus::Registry& registry, std::string_view op_name)
-      : op(op_name),
-        rows(AddCounter(registry, "logitd_rows_total", "Rows computed.", {{"op", op}})),
-        batches(AddCounter(registry, "logitd_batches_total", "Batches computed.", {{"op", op}})),
-        slices(AddCounter(registry, "logitd_slices_total", "Slices computed.", {{"op", op}})),
-        busy(AddCounter(registry, "logitd_stream_busy_seconds_total",
-                        "Time that streams spent on slices.", {{"op", op}})),
-        stopped(AddCounter(registry, "logitd_stopped_total",
-                           "Requests that ended between slices of their batch.", {{"op", op}})),
-        seconds(registry, "logitd_request_seconds",
-                "Time of a call from its headers to its status.", kSecondsBuckets, kNanos,
-                {{"op", op}}) {
-    for (int code = 0; code < kCodes; ++code) {
-      requests[code] = &AddCounter(
-          registry, "logitd_requests_total", "Calls ended, by op and status.",
-          {{"op", op}, {"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
-    }
-    for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
-      const Help& help = kBatchTimes[i].help;
-      batch_times[i] = std::make_unique<Histogram>(registry, help.name, help.text, kSecondsBuckets,
-                                                   kNanos, prometheus::Labels{{"op", op}});
+  OpSeries(prometheus::Registry& registry, std::string_view op_name) : op(op_name) {
+    const prometheus::Labels labels = {{"op", op}};
+    for (const Help& help : kOpCounters) counters.push_back(&AddCounter(registry, help, labels));
+    for (const Help& help : kOpSeconds) seconds.emplace_back(registry, help, labels);
+    for (size_t code = 0; code < kCodes; ++code) {
+      const std::string name = absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
+      requests.push_back(&AddCounter(registry,
+                                     {"logitd_requests_total", "Calls ended, by op and status."},
+                                     {{"op", op}, {"code", name}}));
     }
   }
 
@@ -161,47 +174,34 @@ struct OpSeries {
     for (size_t code = 0; code < kCodes; ++code) {
       requests[code]->Increment(static_cast<double>(ended.Take(code)));
     }
-    seconds.Flush();
-    for (const auto& times : batch_times) times->Flush();
+    for (Histogram& histogram : seconds) histogram.Flush();
   }
 
-  std::string op;
-  std::array<Counter*, kCodes> requests;
-  Counter& rows;
-  Counter& batches;
-  Counter& slices;
-  Counter& busy;
-  Counter& stopped;
-  ShardedCounts<kCodes> ended;  // by code, since the last Flush
-  Histogram seconds;
-  std::array<std::unique_ptr<Histogram>, std::size(kBatchTimes)> batch_times;
+  const std::string op;
+  std::vector<Counter*> counters;  // by OpCounter
+  std::deque<Histogram> seconds;   // as kOpSeconds
+  std::vector<Counter*> requests;  // by code
+  ShardedCounts<kCodes> ended;     // by code, since the last Flush
 };
 
 struct DeviceSeries {
-  DeviceSeries(prometheus::Registry& registry, const std::string& device)
-      : errors_batch(AddCounter(registry, "logitd_device_errors_total",
-                                "Batches the device failed.",
-                                {{"device", device}, {"kind", "batch"}})),
-        errors_lost(AddCounter(registry, "logitd_device_errors_total", "Batches the device failed.",
-                               {{"device", device}, {"kind", "lost"}})),
-        rows(AddCounter(registry, "logitd_device_rows_total", "Rows computed.",
-                        {{"device", device}})),
-        busy(AddCounter(registry, "logitd_device_busy_seconds_total",
-                        "Time that the device's streams spent on slices.", {{"device", device}})),
-        up(AddGauge(registry, "logitd_device_up", "1; 0: the device is lost.",
-                    {{"device", device}})),
-        head_bytes(AddGauge(registry, "logitd_device_head_bytes",
-                            "Memory of heads on the device, as in logitd_head_bytes.",
-                            {{"device", device}})) {
-    up.Set(1);
+  DeviceSeries(prometheus::Registry& registry, const std::string& device) {
+    const prometheus::Labels labels = {{"device", device}};
+    for (const Help& help : kDeviceCounters) {
+      counters.push_back(&AddCounter(registry, help, labels));
+    }
+    for (const Help& help : kDeviceGauges) gauges.push_back(&AddGauge(registry, help, labels));
+    for (const char* kind : {"batch", "lost"}) {
+      errors.push_back(&AddCounter(registry,
+                                   {"logitd_device_errors_total", "Batches the device failed."},
+                                   {{"device", device}, {"kind", kind}}));
+    }
+    gauges[kUp]->Set(1);
   }
 
-  Counter& errors_batch;
-  Counter& errors_lost;
-  Counter& rows;
-  Counter& busy;
-  prometheus::Gauge& up;
-  prometheus::Gauge& head_bytes;
+  std::vector<Counter*> counters;          // by DeviceCounter
+  std::vector<prometheus::Gauge*> gauges;  // by DeviceGauge
+  std::vector<Counter*> errors;            // batch, lost
 };
 
 }  // namespace
@@ -210,45 +210,35 @@ struct Metrics::Series final : prometheus::Collectable {
   Series(std::shared_ptr<prometheus::Registry> all, absl::Span<const std::string_view> op_names,
          absl::Span<const int> device_numbers)
       : published(std::move(all)),
-        batch_rows(*published, "logitd_batch_rows", "Rows of a batch.", kRowsBuckets,
+        batch_rows(*published, {"logitd_batch_rows", "Rows of a batch."}, {}, kRowsBuckets,
                    /*sum_units=*/1) {
     prometheus::Registry& registry = *published;
-    devices.reserve(device_numbers.size());
-    for (const int number : device_numbers) {
-      devices.emplace_back(registry, std::to_string(number));
-    }
-    for (size_t i = 0; i < std::size(kGauges); ++i) {
-      gauges[i] = &AddGauge(registry, kGauges[i].name, kGauges[i].text);
-    }
-    for (size_t i = 0; i < std::size(kPhases); ++i) {
-      phases[i] = std::make_unique<Histogram>(registry, kPhases[i].name, kPhases[i].text,
-                                              kSecondsBuckets, kNanos);
-    }
-    for (int i = 0; i < kRefusals; ++i) {
-      for (size_t proof = 0; proof < kProofNames.size(); ++proof) {
-        refused[i][proof] =
-            &AddCounter(registry, "logitd_refused_total",
-                        "Calls refused before their payload was copied, by reason and by how the "
-                        "caller showed who it is.",
-                        {{"reason", kRefusalNames[i]}, {"identity", kProofNames[proof]}});
+    for (const int number : device_numbers) devices.emplace_back(registry, std::to_string(number));
+    for (const Help& help : kGauges) gauges.push_back(&AddGauge(registry, help));
+    for (const Help& help : kPhases) phases.emplace_back(registry, help);
+    for (const char* reason : kRefusals) {
+      for (const char* proof : kProofs) {
+        refused.push_back(&AddCounter(registry,
+                                      {"logitd_refused_total",
+                                       "Calls refused before their payload was copied, by reason "
+                                       "and by how the caller showed who it is."},
+                                      {{"reason", reason}, {"identity", proof}}));
       }
     }
-    for (std::string_view op : op_names) ops.push_back(std::make_unique<OpSeries>(registry, op));
-    ops.push_back(std::make_unique<OpSeries>(registry, "unknown"));
+    for (std::string_view op : op_names) ops.emplace_back(registry, op);
+    ops.emplace_back(registry, "unknown");
   }
 
   OpSeries& Find(std::string_view op) {
-    for (const auto& series : ops) {
-      if (series->op == op) return *series;
-    }
-    return *ops.back();
+    return *std::find_if(ops.begin(), std::prev(ops.end()),
+                         [&](const OpSeries& series) { return series.op == op; });
   }
 
   std::vector<prometheus::MetricFamily> Collect() const override {
     absl::MutexLock lock(&collecting);
     batch_rows.Flush();
-    for (const auto& phase : phases) phase->Flush();
-    for (const auto& op : ops) op->Flush();
+    for (Histogram& phase : phases) phase.Flush();
+    for (OpSeries& op : ops) op.Flush();
     for (size_t i = 0; i < gauges.size(); ++i) gauges[i]->Set(ValueOf(i));
     return published->Collect();
   }
@@ -264,13 +254,13 @@ struct Metrics::Series final : prometheus::Collectable {
   mutable absl::Mutex collecting;
   mutable Histogram batch_rows;
   std::vector<DeviceSeries> devices;
-  std::array<prometheus::Gauge*, std::size(kGauges)> gauges;
+  std::vector<prometheus::Gauge*> gauges;
   // A gauge's value is the sum of both; each gauge uses one of them.
   std::array<std::atomic<double>, std::size(kGauges)> set = {};
   ShardedCounts<std::size(kGauges)> added;
-  std::array<std::unique_ptr<Histogram>, std::size(kPhases)> phases;
-  std::array<std::array<Counter*, kProofNames.size()>, kRefusals> refused;
-  std::vector<std::unique_ptr<OpSeries>> ops;  // few, found by comparing; the last is "unknown"
+  mutable std::deque<Histogram> phases;
+  std::vector<Counter*> refused;     // by reason, then by proof
+  mutable std::deque<OpSeries> ops;  // few, found by comparing; the last is "unknown"
 };
 
 Metrics::Metrics(absl::Span<const std::string_view> ops, absl::Span<const int> devices)
@@ -283,55 +273,55 @@ std::shared_ptr<prometheus::Collectable> Metrics::page() const { return series_;
 
 void Metrics::CountRequest(std::string_view op, absl::StatusCode code, double seconds) {
   OpSeries& series = series_->Find(op);
-  const int index = static_cast<int>(code);
-  const bool known = index >= 0 && index < kCodes;
-  series.ended.Add(
-      static_cast<size_t>(known ? index : static_cast<int>(absl::StatusCode::kUnknown)), 1);
-  series.seconds.Observe(seconds);
+  const auto index = static_cast<size_t>(code);  // a negative one is large
+  series.ended.Add(index < kCodes ? index : static_cast<size_t>(absl::StatusCode::kUnknown), 1);
+  series.seconds.front().Observe(seconds);
 }
 
 void Metrics::CountPhase(CallPhase phase, double seconds) {
-  series_->phases[static_cast<size_t>(phase)]->Observe(seconds);
+  series_->phases[static_cast<size_t>(phase)].Observe(seconds);
 }
 
 void Metrics::CountRefused(Refusal reason, Proof proof) {
-  series_->refused[static_cast<int>(reason)][static_cast<size_t>(proof)]->Increment();
+  const size_t first = static_cast<size_t>(reason) * std::size(kProofs);
+  series_->refused[first + static_cast<size_t>(proof)]->Increment();
 }
 
 void Metrics::CountBatch(std::string_view op, const JobTimes& oldest) {
   OpSeries& series = series_->Find(op);
-  series.batches.Increment();
-  series.rows.Increment(oldest.batch_rows);
+  series.counters[kBatches]->Increment();
+  series.counters[kRows]->Increment(oldest.batch_rows);
   series_->batch_rows.Observe(oldest.batch_rows);
   for (size_t i = 0; i < std::size(kBatchTimes); ++i) {
-    series.batch_times[i]->Observe(static_cast<double>(oldest.*kBatchTimes[i].time) * 1e-9);
+    series.seconds[i + 1].Observe(static_cast<double>(oldest.*kBatchTimes[i]) / kNanos);
   }
 }
 
 void Metrics::CountSlice(std::string_view op, int device, int64_t rows, double seconds) {
   OpSeries& series = series_->Find(op);
-  series.slices.Increment();
-  series.busy.Increment(seconds);
+  series.counters[kSlices]->Increment();
+  series.counters[kBusySeconds]->Increment(seconds);
   const auto count = [&](DeviceSeries& of_device) {
-    of_device.rows.Increment(static_cast<double>(rows));
-    of_device.busy.Increment(seconds);
+    of_device.counters[kDeviceRows]->Increment(static_cast<double>(rows));
+    of_device.counters[kDeviceBusySeconds]->Increment(seconds);
   };
   if (device != kAllDevices) return count(series_->Of(device));
   for (DeviceSeries& of_device : series_->devices) count(of_device);
 }
 
-void Metrics::CountStopped(std::string_view op) { series_->Find(op).stopped.Increment(); }
-
-void Metrics::CountDeviceError(int device, bool lost) {
-  DeviceSeries& series = series_->Of(device);
-  (lost ? series.errors_lost : series.errors_batch).Increment();
+void Metrics::CountStopped(std::string_view op) {
+  series_->Find(op).counters[kStopped]->Increment();
 }
 
-void Metrics::SetDeviceLost(int device) { series_->Of(device).up.Set(0); }
+void Metrics::CountDeviceError(int device, bool lost) {
+  series_->Of(device).errors[lost ? 1 : 0]->Increment();
+}
+
+void Metrics::SetDeviceLost(int device) { series_->Of(device).gauges[kUp]->Set(0); }
 
 void Metrics::AddHeadBytes(int device, int64_t change) {
   Add(Gauge::kHeadBytes, change);
-  series_->Of(device).head_bytes.Increment(static_cast<double>(change));
+  series_->Of(device).gauges[kDeviceHeadBytes]->Increment(static_cast<double>(change));
 }
 
 void Metrics::Set(Gauge gauge, double value) {

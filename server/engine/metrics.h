@@ -1,37 +1,5 @@
-// Metrics of the engine and its calls. Names are stable. Every series exists from the start, so zero
-// shows as zero. docs/operations.md says what to look at when.
-//
-// Counters
-//   logitd_requests_total{op,code}    calls ended, by op and gRPC status name ("OK", "CANCELLED")
-//   logitd_rows_total{op}             rows computed
-//   logitd_batches_total{op}          batches computed
-//   logitd_slices_total{op}           slices computed: a batch that is not cut is one
-//   logitd_stream_busy_seconds_total{op}  time that streams spent on slices, by the host's clock
-//   logitd_stopped_total{op}          requests that ended between slices of their batch: the caller
-//                                     left, the deadline passed or the engine closed
-//   logitd_refused_total{reason,identity}  calls refused before their payload was copied; see
-//                                     Refusal and Proof
-//   logitd_device_errors_total{device,kind}  batches the device failed: "batch" (later work may
-//                                     succeed) or "lost"
-//   logitd_device_rows_total{device}  rows computed, those of unfinished batches included
-//   logitd_device_busy_seconds_total{device}  time that its streams spent on slices
-//   logitd_log_lines_suppressed_total{source}  see server/log/limited.h; the server adds it
-// Gauges: see Gauge, and
-//   logitd_device_up{device}          1; 0: the device is lost
-//   logitd_device_head_bytes{device}  its part of logitd_head_bytes
-// The label `device` is DeviceInfo::number.
-// Histograms, one observation per call
-//   logitd_request_seconds{op}        from headers to status
-//   logitd_admission_wait_seconds     from asking for room until the message may come; of a stream, only
-//                                     for its first message
-//   logitd_receive_seconds            from headers until the message is there, without that wait; of
-//                                     unary calls
-//   logitd_send_seconds               from the answer until the kernel has taken it; of unary calls
-// Histograms, one observation per batch
-//   logitd_batch_rows                 its rows
-//   logitd_batch_queue_seconds{op}    its oldest job's wait for a place and its first slice
-//   logitd_batch_copy_seconds{op}     the copy of its oldest job's payload into the slab
-//   logitd_batch_{h2d,kernel,d2h}_seconds{op}  its times on the device, in all slices
+// Metrics of the engine and its calls. docs/operations.md lists the series and says what to look at; metrics.cc
+// has their names. Names are stable. Every series exists from the start, so zero shows as zero.
 #ifndef LOGITD_SERVER_ENGINE_METRICS_H_
 #define LOGITD_SERVER_ENGINE_METRICS_H_
 
@@ -51,50 +19,49 @@ class Registry;
 
 namespace logitd::engine {
 
-// Why a call was refused before its payload was copied.
+// Why a call was refused before its payload was copied: the label `reason`, in small letters.
 enum class Refusal {
-  kDraining,         // "draining"
-  kDeadline,         // "deadline": passed before there was room to receive the message
-  kLineFull,         // "line_full": too many calls wait for memory
-  kTooLarge,         // "too_large": can never fit
-  kInvalid,          // "invalid": malformed, or shape and bytes disagree
-  kCallerShare,      // "caller_share": too many calls of this caller wait for memory
-  kSlowReceive,      // "slow_receive": its message came too slowly while other calls waited
-  kHopeless,         // "hopeless": it would have ended after its deadline, by estimate
-  kHopelessLate,     // "hopeless_late": the same, found out when its message was there
-  kOverloaded,       // "overloaded": more calls come than end, and the caller's line is kept short
-  kUnauthenticated,  // "unauthenticated": no identity, or a wrong token
-  kRole,             // "role": the identity lacks the method's role
-  kQuotaBytes,       // "quota_bytes": the identity holds as much room as it may
-  kQuotaRows,        // "quota_rows": the identity has sent as many rows as it may
-  kQuotaCalls,       // "quota_calls": the identity has as many calls as it may
-  kHeaderList,       // "header_list": its metadata is larger than advertised
-  kConnectionBytes,  // "connection_bytes": connections hold as much as they may
-  kEarlyBytes,       // "early_bytes": its connection sends too many bytes that nobody asked for
+  kDraining,
+  kDeadline,         // passed before there was room to receive the message
+  kLineFull,         // too many calls wait for memory
+  kTooLarge,         // can never fit
+  kInvalid,          // malformed, or shape and bytes disagree
+  kCallerShare,      // too many calls of this caller wait for memory
+  kSlowReceive,      // its message came too slowly while other calls waited
+  kHopeless,         // it would have ended after its deadline, by estimate
+  kHopelessLate,     // the same, found out when its message was there
+  kOverloaded,       // more calls come than end, and the caller's line is kept short
+  kUnauthenticated,  // no identity, or a wrong token
+  kRole,             // the identity lacks the method's role
+  kQuotaBytes,       // the identity holds as much room as it may
+  kQuotaRows,        // the identity has sent as many rows as it may
+  kQuotaCalls,       // the identity has as many calls as it may
+  kHeaderList,       // its metadata is larger than advertised
+  kConnectionBytes,  // connections hold as much as they may
+  kEarlyBytes,       // its connection sends too many bytes that nobody asked for
 };
 
 enum class Gauge {
-  kHeldBytes,       // logitd_held_bytes: host memory charged to calls
-  kHeldBytesLimit,  // logitd_held_bytes_limit: the most that may be charged
-  kWaitingCalls,    // logitd_waiting_calls: calls left unread until room or their turn comes
-  kQueuedJobs,      // logitd_queued_jobs: jobs that wait for a stream
-  kSlabsInUse,      // logitd_slabs_in_use: slabs that hold a batch
-  kSlabs,           // logitd_slabs: all slabs
-  kSlabsKept,       // logitd_slabs_kept: slabs in use whose answer is still being sent
-  kHeads,           // logitd_heads: heads loaded
-  // logitd_head_bytes: memory of heads on all devices, loading ones and unloaded ones included
+  kHeldBytes,
+  kHeldBytesLimit,
+  kWaitingCalls,
+  kQueuedJobs,
+  kSlabsInUse,
+  kSlabs,
+  kSlabsKept,
+  kHeads,
   kHeadBytes,
-  kOpenCalls,       // logitd_open_calls: calls of ops that are not over
-  kOpenStreams,     // logitd_open_streams: those of them that are gRPC streams
-  kPredictedDelay,  // logitd_predicted_delay_seconds: of the last call, from headers to its end
-  kDraining,        // logitd_draining: 1 from the start of the drain
+  kOpenCalls,
+  kOpenStreams,
+  kPredictedDelay,
+  kDraining,
 };
 
 // Where a call spends its time outside the engine.
 enum class CallPhase {
-  kAdmission,  // logitd_admission_wait_seconds
-  kReceive,    // logitd_receive_seconds
-  kSend,       // logitd_send_seconds
+  kAdmission,  // of a stream, only for its first message
+  kReceive,    // of unary calls, as is the next
+  kSend,
 };
 
 // Thread-safe. Counting takes no lock. Functions that take a Metrics* also take null.

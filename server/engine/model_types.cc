@@ -1,356 +1,80 @@
 #include "server/engine/model_types.h"
 
-#include <algorithm>
-#include <iterator>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_split.h"
 
 namespace logitd::engine {
 namespace {
 
-constexpr bool kTied = true;
-constexpr bool kUntied = false;
-constexpr bool kOther = false;
-
-struct ModelType {
-  std::string_view name;
-  bool ties;
-  bool surveyed = true;
+struct Types {
+  ModelFamily family;
+  const char* types;
 };
-
-// Sorted. The others than the surveyed ones are multimodal models and the text models inside them.
-constexpr ModelType kModelTypes[] = {
-    {"Glm4vMoe_text", kUntied, kOther},
-    {"afmoe", kUntied},
-    {"apertus", kUntied},
-    {"arcee", kUntied},
-    {"aria", kUntied, kOther},
-    {"aria_text", kUntied},
-    {"axk1", kUntied},
-    {"axk2", kUntied},
-    {"aya_vision", kTied, kOther},
-    {"bailing_hybrid", kUntied},
-    {"bamba", kUntied},
-    {"bart", kTied},
-    {"beam", kUntied},
-    {"bert", kTied},
-    {"bert-generation", kTied},
-    {"big_bird", kTied},
-    {"bigbird_pegasus", kTied},
-    {"biogpt", kTied},
-    {"bitnet", kUntied},
-    {"blenderbot", kTied},
-    {"blenderbot-small", kTied},
-    {"blip", kTied, kOther},
-    {"blip-2", kTied, kOther},
-    {"blip_text_model", kTied, kOther},
-    {"bloom", kTied},
-    {"blt", kUntied},
-    {"camembert", kTied},
-    {"chameleon", kUntied, kOther},
-    {"code_llama", kUntied, kOther},
-    {"codegen", kUntied},
-    {"cohere", kTied},
-    {"cohere2", kTied},
-    {"cohere2_moe", kTied},
-    {"cohere2_vision", kTied, kOther},
-    {"cohere_compass", kUntied, kOther},
-    {"cohere_compass_text", kTied},
-    {"cosmos3_edge", kUntied, kOther},
-    {"cosmos3_edge_text", kUntied, kOther},
-    {"cosmos3_omni", kUntied, kOther},
-    {"cpmant", kTied},
-    {"ctrl", kTied},
-    {"cwm", kUntied},
-    {"data2vec-text", kTied},
-    {"dbrx", kUntied},
-    {"deepseek_ocr2", kUntied, kOther},
-    {"deepseek_ocr2_text", kUntied, kOther},
-    {"deepseek_v2", kUntied},
-    {"deepseek_v3", kUntied},
-    {"deepseek_v32", kUntied},
-    {"deepseek_v4", kUntied},
-    {"deepseek_vl", kUntied, kOther},
-    {"deepseek_vl_hybrid", kUntied, kOther},
-    {"diffllama", kUntied},
-    {"diffusion_gemma", kTied, kOther},
-    {"diffusion_gemma_text", kTied, kOther},
-    {"doge", kUntied},
-    {"dots1", kUntied},
-    {"dots3_note", kUntied},
-    {"dots3_note_text", kUntied},
-    {"electra", kTied},
-    {"emu3", kUntied},
-    {"emu3_text_model", kUntied, kOther},
-    {"ernie", kTied},
-    {"ernie4_5", kTied},
-    {"ernie4_5_moe", kTied},
-    {"ernie4_5_vl_moe", kTied, kOther},
-    {"ernie4_5_vl_moe_text", kTied, kOther},
-    {"evolla", kUntied, kOther},
-    {"exaone4", kUntied},
-    {"exaone4_5", kUntied, kOther},
-    {"exaone_moe", kUntied},
-    {"falcon", kTied},
-    {"falcon_h1", kUntied},
-    {"falcon_mamba", kTied},
-    {"fast_vlm", kUntied, kOther},
-    {"flex_olmo", kUntied},
-    {"flint", kUntied},
-    {"florence2", kTied, kOther},
-    {"fuyu", kUntied},
-    {"gemma", kTied},
-    {"gemma2", kTied},
-    {"gemma3", kTied},
-    {"gemma3_text", kTied},
-    {"gemma3n", kTied},
-    {"gemma3n_text", kTied},
-    {"gemma4", kTied},
-    {"gemma4_assistant", kTied},
-    {"gemma4_text", kTied},
-    {"gemma4_unified", kTied},
-    {"gemma4_unified_assistant", kTied},
-    {"gemma4_unified_text", kTied},
-    {"git", kUntied},
-    {"glm", kUntied},
-    {"glm4", kUntied},
-    {"glm46v", kUntied, kOther},
-    {"glm4_moe", kUntied},
-    {"glm4_moe_lite", kUntied},
-    {"glm4v", kUntied, kOther},
-    {"glm4v_moe", kUntied, kOther},
-    {"glm4v_moe_text", kUntied, kOther},
-    {"glm4v_text", kUntied, kOther},
-    {"glm5_next", kUntied, kOther},
-    {"glm5_next_text", kUntied, kOther},
-    {"glm_moe_dsa", kUntied},
-    {"glm_ocr", kUntied, kOther},
-    {"glm_ocr_text", kUntied, kOther},
-    {"glmga", kUntied, kOther},
-    {"got_ocr2", kTied},
-    {"gpt-sw3", kTied},
-    {"gpt2", kTied},
-    {"gpt_bigcode", kTied},
-    {"gpt_neo", kTied},
-    {"gpt_neox", kUntied},
-    {"gpt_neox_japanese", kTied},
-    {"gpt_oss", kUntied},
-    {"gptj", kUntied},
-    {"granite", kUntied},
-    {"granite4_vision", kUntied, kOther},
-    {"granite4_vision_text", kUntied, kOther},
-    {"granite_docling", kTied, kOther},
-    {"granite_docling_text", kTied, kOther},
-    {"granite_swa", kTied},
-    {"granitemoe", kUntied},
-    {"granitemoe_swa", kUntied},
-    {"granitemoehybrid", kUntied},
-    {"granitemoeshared", kUntied},
-    {"helium", kUntied},
-    {"hrm_text", kUntied},
-    {"hunyuan_v1_dense", kUntied},
-    {"hunyuan_v1_moe", kUntied},
-    {"hunyuan_vl", kTied, kOther},
-    {"hunyuan_vl_text", kTied, kOther},
-    {"hy_v3", kUntied},
-    {"hy_v4", kUntied},
-    {"hyperclovax", kUntied},
-    {"hyperclovax_vision_v2", kUntied, kOther},
-    {"idefics", kUntied, kOther},
-    {"idefics2", kUntied, kOther},
-    {"idefics3", kUntied, kOther},
-    {"inkling2", kUntied, kOther},
-    {"inkling2_text", kUntied},
-    {"inkling_mm_model", kUntied, kOther},
-    {"inkling_text", kUntied},
-    {"instructblip", kTied, kOther},
-    {"instructblipvideo", kTied, kOther},
-    {"internlm3", kUntied},
-    {"internvl", kUntied, kOther},
-    {"iquestcoder", kUntied},
-    {"jais2", kUntied},
-    {"jamba", kUntied},
-    {"janus", kUntied, kOther},
-    {"jetmoe", kTied},
-    {"kimi_k25", kUntied, kOther},
-    {"kimi_linear", kUntied},
-    {"kolibri1", kUntied},
-    {"kosmos-2", kTied, kOther},
-    {"kosmos-2.5", kTied, kOther},
-    {"kosmos_2_5_text_model", kTied, kOther},
-    {"kosmos_2_text_model", kTied, kOther},
-    {"laguna", kUntied},
-    {"lfm2", kTied},
-    {"lfm2_moe", kTied},
-    {"lfm2_vl", kTied, kOther},
-    {"lfm3", kTied},
-    {"lfm3_vl", kTied, kOther},
-    {"lighton_ocr", kUntied, kOther},
-    {"llama", kUntied},
-    {"llama4", kUntied},
-    {"llama4_text", kUntied},
-    {"llava", kUntied, kOther},
-    {"llava_next", kUntied, kOther},
-    {"llava_next_video", kUntied, kOther},
-    {"llava_onevision", kUntied, kOther},
-    {"longcat_flash", kUntied},
-    {"mamba", kTied},
-    {"mamba2", kUntied},
-    {"marian", kTied},
-    {"mbart", kTied},
-    {"mega", kTied, kOther},
-    {"megatron-bert", kTied},
-    {"mellum", kUntied},
-    {"mimo_v2_flash", kUntied},
-    {"minicpm3", kTied},
-    {"minicpm_ocr", kUntied, kOther},
-    {"minicpmv4_6", kUntied, kOther},
-    {"minicpmv4_7", kUntied, kOther},
-    {"minimax", kUntied},
-    {"minimax_m2", kUntied},
-    {"minimax_m3_vl", kUntied, kOther},
-    {"minimax_m3_vl_text", kUntied},
-    {"ministral", kUntied},
-    {"ministral3", kUntied},
-    {"mistral", kUntied},
-    {"mistral3", kUntied, kOther},
-    {"mistral4", kUntied, kOther},
-    {"mistral_large4", kUntied, kOther},
-    {"mistral_large4_text", kUntied, kOther},
-    {"mixtral", kUntied},
-    {"mllama", kUntied},
-    {"mllama_text_model", kUntied, kOther},
-    {"modernbert-decoder", kTied},
-    {"molmo2", kUntied, kOther},
-    {"molmo2_text", kUntied, kOther},
-    {"moshi", kUntied},
-    {"moss_transcribe_diarize", kUntied},
-    {"mpt", kTied},
-    {"muse_glimmer", kUntied, kOther},
-    {"muse_glimmer_text", kUntied, kOther},
-    {"muse_spark", kUntied, kOther},
-    {"muse_spark_text", kUntied, kOther},
-    {"musicgen", kUntied},
-    {"musicgen_decoder", kUntied, kOther},
-    {"musicgen_melody", kUntied},
-    {"musicgen_melody_decoder", kUntied, kOther},
-    {"mvp", kTied},
-    {"nanochat", kUntied},
-    {"nemotron", kUntied},
-    {"nemotron_h", kUntied},
-    {"nemotron_h_omni", kUntied, kOther},
-    {"olmo", kUntied},
-    {"olmo2", kUntied},
-    {"olmo3", kUntied},
-    {"olmo_hybrid", kUntied},
-    {"olmoe", kUntied},
-    {"open-llama", kUntied, kOther},
-    {"openai-gpt", kTied},
-    {"opt", kTied},
-    {"ovis2", kUntied, kOther},
-    {"paddleocr_vl", kTied, kOther},
-    {"paddleocr_vl_text", kTied, kOther},
-    {"paligemma", kTied, kOther},
-    {"pegasus", kTied},
-    {"perception_lm", kUntied, kOther},
-    {"persimmon", kUntied},
-    {"phi", kUntied},
-    {"phi3", kUntied},
-    {"phi4_multimodal", kUntied},
-    {"phimoe", kUntied},
-    {"pi0", kUntied, kOther},
-    {"pix2struct", kUntied, kOther},
-    {"pix2struct_text_model", kUntied, kOther},
-    {"pixtral", kTied, kOther},
-    {"plbart", kTied},
-    {"pp_chart2table", kTied, kOther},
-    {"pp_formulanet", kUntied, kOther},
-    {"pp_formulanet_text", kUntied, kOther},
-    {"prophetnet", kTied},
-    {"qdqbert", kTied, kOther},
-    {"qianfan_ocr", kUntied, kOther},
-    {"qwen2", kUntied},
-    {"qwen2_5_omni_text", kUntied, kOther},
-    {"qwen2_5_omni_thinker", kUntied, kOther},
-    {"qwen2_5_vl", kUntied, kOther},
-    {"qwen2_5_vl_text", kUntied, kOther},
-    {"qwen2_moe", kUntied},
-    {"qwen2_vl", kUntied, kOther},
-    {"qwen2_vl_text", kUntied, kOther},
-    {"qwen3", kUntied},
-    {"qwen3_5", kUntied},
-    {"qwen3_5_moe", kUntied},
-    {"qwen3_5_moe_text", kUntied},
-    {"qwen3_5_text", kUntied},
-    {"qwen3_moe", kUntied},
-    {"qwen3_next", kUntied},
-    {"qwen3_omni_moe_text", kUntied, kOther},
-    {"qwen3_omni_moe_thinker", kUntied, kOther},
-    {"qwen3_vl", kUntied, kOther},
-    {"qwen3_vl_moe", kUntied, kOther},
-    {"qwen3_vl_moe_text", kUntied, kOther},
-    {"qwen3_vl_text", kUntied, kOther},
-    {"qwen4_exp", kUntied},
-    {"qwen4_exp_text", kUntied},
-    {"recurrent_gemma", kTied},
-    {"reformer", kUntied},
-    {"rembert", kUntied},
-    {"roberta", kTied},
-    {"roberta-prelayernorm", kTied},
-    {"roc_bert", kTied},
-    {"roformer", kTied},
-    {"rwkv", kUntied},
-    {"seed_oss", kUntied},
-    {"shieldgemma2", kTied, kOther},
-    {"smollm3", kTied},
-    {"smolvlm", kUntied, kOther},
-    {"solar_open", kUntied},
-    {"speech_to_text_2", kTied, kOther},
-    {"stablelm", kUntied},
-    {"starcoder2", kTied},
-    {"step3p5", kUntied, kOther},
-    {"step3p7", kUntied, kOther},
-    {"t5gemma2", kTied, kOther},
-    {"t5gemma2_decoder", kTied, kOther},
-    {"transfo-xl", kTied, kOther},
-    {"trocr", kTied},
-    {"udop", kTied, kOther},
-    {"unlimited_ocr", kUntied, kOther},
-    {"unlimited_ocr_text", kUntied, kOther},
-    {"vaultgemma", kTied},
-    {"video_llama_3", kUntied, kOther},
-    {"video_llava", kUntied, kOther},
-    {"vipllava", kUntied, kOther},
-    {"vision-encoder-decoder", kTied, kOther},
-    {"whisper", kTied},
-    {"xglm", kTied},
-    {"xlm", kTied},
-    {"xlm-prophetnet", kTied, kOther},
-    {"xlm-roberta", kTied},
-    {"xlm-roberta-xl", kTied},
-    {"xlnet", kTied},
-    {"xlstm", kUntied},
-    {"xmod", kTied},
-    {"youtu", kTied},
-    {"zamba", kTied},
-    {"zamba2", kTied},
-    {"zaya", kTied},
-};
-static_assert(std::ranges::is_sorted(kModelTypes, {}, &ModelType::name));
-
-const ModelType* Find(std::string_view name) {
-  const auto* row = std::ranges::lower_bound(kModelTypes, name, {}, &ModelType::name);
-  return row != std::end(kModelTypes) && row->name == name ? row : nullptr;
-}
+constexpr Types kFamilies[] = {{{.ties = true, .surveyed = true}, R"(
+bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom
+camembert cohere cohere2 cohere2_moe cohere_compass_text cpmant ctrl data2vec-text electra ernie
+ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
+gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text
+got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_swa jetmoe lfm2 lfm2_moe lfm3
+mamba marian mbart megatron-bert minicpm3 modernbert-decoder mpt mvp openai-gpt opt pegasus plbart
+prophetnet recurrent_gemma roberta roberta-prelayernorm roc_bert roformer smollm3 starcoder2 trocr
+vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod youtu zamba zamba2 zaya
+)"},
+                               {{.ties = false, .surveyed = true}, R"(
+afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bitnet blt codegen cwm dbrx
+deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 dots3_note dots3_note_text
+emu3 exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu git glm glm4 glm4_moe glm4_moe_lite
+glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe granitemoe_swa granitemoehybrid
+granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax
+inkling2_text inkling_text internlm3 iquestcoder jais2 jamba kimi_linear kolibri1 laguna llama
+llama4 llama4_text longcat_flash mamba2 mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+ministral ministral3 mistral mixtral mllama moshi moss_transcribe_diarize musicgen musicgen_melody
+nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal
+phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+qwen4_exp qwen4_exp_text reformer rembert rwkv seed_oss solar_open stablelm xlstm
+)"},
+                               {{.ties = true, .surveyed = false}, R"(
+aya_vision blip blip-2 blip_text_model cohere2_vision diffusion_gemma diffusion_gemma_text
+ernie4_5_vl_moe ernie4_5_vl_moe_text florence2 granite_docling granite_docling_text hunyuan_vl
+hunyuan_vl_text instructblip instructblipvideo kosmos-2 kosmos-2.5 kosmos_2_5_text_model
+kosmos_2_text_model lfm2_vl lfm3_vl mega paddleocr_vl paddleocr_vl_text paligemma pixtral
+pp_chart2table qdqbert shieldgemma2 speech_to_text_2 t5gemma2 t5gemma2_decoder transfo-xl udop
+vision-encoder-decoder xlm-prophetnet
+)"},
+                               {{.ties = false, .surveyed = false}, R"(
+Glm4vMoe_text aria chameleon code_llama cohere_compass cosmos3_edge cosmos3_edge_text cosmos3_omni
+deepseek_ocr2 deepseek_ocr2_text deepseek_vl deepseek_vl_hybrid emu3_text_model evolla exaone4_5
+fast_vlm glm46v glm4v glm4v_moe glm4v_moe_text glm4v_text glm5_next glm5_next_text glm_ocr
+glm_ocr_text glmga granite4_vision granite4_vision_text hyperclovax_vision_v2 idefics idefics2
+idefics3 inkling2 inkling_mm_model internvl janus kimi_k25 lighton_ocr llava llava_next
+llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral4
+mistral_large4 mistral_large4_text mllama_text_model molmo2 molmo2_text muse_glimmer
+muse_glimmer_text muse_spark muse_spark_text musicgen_decoder musicgen_melody_decoder
+nemotron_h_omni open-llama ovis2 perception_lm pi0 pix2struct pix2struct_text_model pp_formulanet
+pp_formulanet_text qianfan_ocr qwen2_5_omni_text qwen2_5_omni_thinker qwen2_5_vl qwen2_5_vl_text
+qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+qwen3_vl_moe_text qwen3_vl_text smolvlm step3p5 step3p7 unlimited_ocr unlimited_ocr_text
+video_llama_3 video_llava vipllava
+)"}};
 
 }  // namespace
 
-bool IsSurveyed(std::string_view model_type) {
-  const ModelType* row = Find(model_type);
-  return row != nullptr && row->surveyed;
-}
-
-std::optional<bool> TiesByDefault(std::string_view model_type) {
-  const ModelType* row = Find(model_type);
-  return row != nullptr ? std::optional<bool>(row->ties) : std::nullopt;
+std::optional<ModelFamily> FamilyOf(std::string_view model_type) {
+  static const auto* const families = [] {
+    auto* by_type = new std::map<std::string, ModelFamily, std::less<>>;
+    for (const auto& [family, text] : kFamilies) {
+      const std::vector<std::string> types =
+          absl::StrSplit(text, absl::ByAnyChar(" \n"), absl::SkipEmpty());
+      for (const std::string& type : types) by_type->emplace(type, family);
+    }
+    return by_type;
+  }();
+  const auto found = families->find(model_type);
+  return found != families->end() ? std::optional(found->second) : std::nullopt;
 }
 
 }  // namespace logitd::engine

@@ -7,14 +7,18 @@
 
 namespace logitd::engine {
 
-// Whether a `model_type` of config.json is one of the causal models of transformers 5.23, all of
-// which were looked at: what changes their logits is either done or refused. Thread-safe.
-bool IsSurveyed(std::string_view model_type);
+struct ModelFamily {
+  // The default of `tie_word_embeddings`, as transformers 4.57 and 5.23 both have it. For a
+  // multimodal model: the default of its text model.
+  bool ties;
+  // One of the causal models of transformers 5.23, all of which were looked at: what changes their
+  // logits is either done or refused. The others are multimodal models, and text models inside them.
+  bool surveyed;
+};
 
-// The default of `tie_word_embeddings` for a `model_type`, as transformers 4.57 and 5.23 both have it;
-// nothing for a type that neither has, or that has no head. For a multimodal model: the default of its
-// text model. Thread-safe.
-std::optional<bool> TiesByDefault(std::string_view model_type);
+// By the `model_type` of config.json. Nothing for a type that neither version has, or that has no
+// head. Thread-safe.
+std::optional<ModelFamily> FamilyOf(std::string_view model_type);
 
 }  // namespace logitd::engine
 

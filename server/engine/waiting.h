@@ -57,11 +57,7 @@ struct KeyQueue {
   // It is in its lane. Otherwise it will be from `due_ns` on.
   bool due = false;
   int64_t due_ns = 0;
-  struct {
-    KeyQueue* child = nullptr;
-    KeyQueue* next = nullptr;
-    KeyQueue* previous = nullptr;
-  } in_lane;
+  HeapLinks<KeyQueue> in_lane;
 };
 
 // For heaps of queues, by the urgency of their first jobs.

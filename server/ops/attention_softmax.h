@@ -38,8 +38,24 @@ inline constexpr engine::Output<std::byte> kAttentionBackwardDScores{0, kAttenti
 inline constexpr engine::Output<double> kAttentionBackwardDSinks{1, kAttentionSinks};
 inline constexpr engine::Output<RowStatus> kAttentionBackwardStatus{2, kAttentionRows};
 
-extern const engine::OpTraits kAttentionSoftmaxTraits;
-extern const engine::OpTraits kAttentionSoftmaxBackwardTraits;
+inline constexpr auto kAttentionInputs = engine::ArraysOf(kAttentionInMask, kAttentionInSinks);
+inline constexpr auto kAttentionOutputs =
+    engine::ArraysOf(kAttentionProbs, kAttentionLogsumexp, kAttentionStatus);
+inline constexpr auto kAttentionBackwardInputs = engine::ArraysOf(
+    kAttentionBackwardInDProbs, kAttentionBackwardInLogsumexp, kAttentionBackwardInSinks);
+inline constexpr auto kAttentionBackwardOutputs =
+    engine::ArraysOf(kAttentionBackwardDScores, kAttentionBackwardDSinks, kAttentionBackwardStatus);
+
+inline constexpr engine::OpTraits kAttentionSoftmaxTraits = {.name = "attention_softmax",
+                                                             .inputs = kAttentionInputs,
+                                                             .outputs = kAttentionOutputs,
+                                                             .exclusive_batch = true};
+
+inline constexpr engine::OpTraits kAttentionSoftmaxBackwardTraits = {
+    .name = "attention_softmax_backward",
+    .inputs = kAttentionBackwardInputs,
+    .outputs = kAttentionBackwardOutputs,
+    .exclusive_batch = true};
 
 // What a job asks for, except its arrays. The call has passed CheckAttentionSoftmax.
 struct AttentionCall final : engine::ExclusiveCall {
@@ -64,9 +80,81 @@ struct AttentionCall final : engine::ExclusiveCall {
   }
 
   // Fills all of `spec` except the deadline. `spec` refers to this.
-  void FillSpec(engine::JobSpec* spec) const;
+  void FillSpec(engine::JobSpec* spec) const {
+    spec->key = {.op = &op(), .dtype = dtype, .row_elements = shape.keys};
+    spec->counts[kAttentionRows] = shape.rows;
+    spec->counts[kAttentionOutBytes] = out_bytes();
+    spec->counts[kAttentionSinks] = sinks;
+    spec->counts[kAttentionLogsumexps] =
+        (backward ? sinks > 0 : want_logsumexp) ? shape.rows : int64_t{0};
+    spec->counts[kAttentionMaskBytes] = mask_bytes;
+    spec->counts[kAttentionDProbBytes] =
+        backward ? shape.rows * shape.keys * static_cast<int64_t>(SizeOf(dtype)) : 0;
+    spec->in_place = out_dtype == dtype;
+    // The gradients of the sinks are sums over the call's rows.
+    spec->whole = backward && sinks > 0;
+    spec->call = this;
+    spec->size = engine::SizeOfJob(*spec);
+  }
 
-  absl::Status Enqueue(Stream& stream, const engine::BatchView& batch) const override;
+  absl::Status Enqueue(Stream& stream, const engine::BatchView& batch) const override {
+    const MutableTensorView out = {
+        .data = RowsAt(batch.Out(backward ? kAttentionBackwardDScores : kAttentionProbs), out_dtype,
+                       batch),
+        .dtype = out_dtype,
+        .rows = batch.rows(),
+        .cols = batch.row_elements,
+        .row_stride = batch.row_elements};
+    return backward ? EnqueueBackward(stream, batch, out) : EnqueueForward(stream, batch, out);
+  }
+
+ private:
+  // The rows of the slice.
+  AttentionShape ShapeOf(const engine::BatchView& batch) const {
+    AttentionShape slice = shape;
+    slice.first_row += batch.first_row;
+    slice.rows = batch.rows();
+    return slice;
+  }
+
+  // Where the slice's first row starts in an array of one byte an element.
+  template <typename Byte>
+  static Byte* RowsAt(Byte* array, DType dtype, const engine::BatchView& batch) {
+    return array + batch.first_row * batch.row_elements * static_cast<int64_t>(SizeOf(dtype));
+  }
+
+  absl::Status EnqueueForward(Stream& stream, const engine::BatchView& batch,
+                              MutableTensorView out) const {
+    AttentionMask with_data = mask;
+    with_data.data = batch.In(kAttentionInMask);
+    float* logsumexp = batch.Out(kAttentionLogsumexp);
+    if (logsumexp != nullptr) logsumexp += batch.first_row;
+    return stream.AttentionSoftmax({.shape = ShapeOf(batch),
+                                    .scores = batch.Payload(),
+                                    .scale = scale,
+                                    .window = window,
+                                    .mask = with_data,
+                                    .sinks = batch.In(kAttentionInSinks),
+                                    .probs = out,
+                                    .logsumexp = logsumexp,
+                                    .status = batch.Out(kAttentionStatus)});
+  }
+
+  absl::Status EnqueueBackward(Stream& stream, const engine::BatchView& batch,
+                               MutableTensorView out) const {
+    TensorView d_probs = batch.Payload();
+    d_probs.data = RowsAt(batch.In(kAttentionBackwardInDProbs), batch.dtype, batch);
+    return stream.AttentionSoftmaxBackward({.shape = ShapeOf(batch),
+                                            .probs = batch.Payload(),
+                                            .d_probs = d_probs,
+                                            .scale = scale,
+                                            .window = window,
+                                            .d_scores = out,
+                                            .sinks = batch.In(kAttentionBackwardInSinks),
+                                            .logsumexp = batch.In(kAttentionBackwardInLogsumexp),
+                                            .d_sinks = batch.Out(kAttentionBackwardDSinks),
+                                            .status = batch.Out(kAttentionBackwardStatus)});
+  }
 };
 
 }  // namespace logitd::ops

@@ -2,14 +2,16 @@
 #ifndef LOGITD_SERVER_OPS_CROSS_ENTROPY_H_
 #define LOGITD_SERVER_OPS_CROSS_ENTROPY_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
-#include "absl/types/span.h"
 #include "kernels/cross_entropy.h"
 #include "server/engine/job.h"
+#include "server/ops/job_rows.h"
 
 namespace logitd::ops {
 
@@ -33,26 +35,77 @@ inline constexpr engine::Output<int32_t> kCrossEntropyTopIds{6, kCrossEntropyTop
 inline constexpr engine::Output<float> kCrossEntropyTopLogprobs{7, kCrossEntropyTopEntries};
 inline constexpr engine::Output<float> kCrossEntropyExtraLogprobs{8, kCrossEntropyExtraEntries};
 
-extern const engine::OpTraits kCrossEntropyTraits;
-extern const engine::OpTraits kLinearCrossEntropyTraits;
+inline constexpr auto kCrossEntropyInputs =
+    engine::ArraysOf(kCrossEntropyInRows, kCrossEntropyInExtraIds);
+inline constexpr auto kCrossEntropyOutputs =
+    engine::ArraysOf(kCrossEntropyLosses, kCrossEntropyTargetLogprobs, kCrossEntropyRanks,
+                     kCrossEntropyLogsumexp, kCrossEntropyStatus, kCrossEntropyEntropies,
+                     kCrossEntropyTopIds, kCrossEntropyTopLogprobs, kCrossEntropyExtraLogprobs);
 
-// The rows of one job with their list. Places count from the job's own first elements.
+inline CrossEntropyArgs CrossEntropyArgsOf(const engine::BatchView& batch) {
+  return {.logits = batch.Payload(),
+          .rows = batch.In(kCrossEntropyInRows),
+          .extra_ids = batch.In(kCrossEntropyInExtraIds),
+          .want = static_cast<int32_t>(batch.wanted),
+          .max_top_logprobs = batch.max_row_entries,
+          .max_extra_ids = static_cast<int32_t>(
+              std::min<int64_t>(kMaxExtraIds, batch.counts[kCrossEntropyExtraIds])),
+          .answers = {.loss = batch.Out(kCrossEntropyLosses),
+                      .logsumexp = batch.Out(kCrossEntropyLogsumexp),
+                      .target_logprob = batch.Out(kCrossEntropyTargetLogprobs),
+                      .rank = batch.Out(kCrossEntropyRanks),
+                      .entropy = batch.Out(kCrossEntropyEntropies),
+                      .top_ids = batch.Out(kCrossEntropyTopIds),
+                      .top_logprobs = batch.Out(kCrossEntropyTopLogprobs),
+                      .extra_logprobs = batch.Out(kCrossEntropyExtraLogprobs),
+                      .status = batch.Out(kCrossEntropyStatus)}};
+}
+
+inline constexpr engine::OpTraits kCrossEntropyTraits = {
+    .name = "cross_entropy",
+    .inputs = kCrossEntropyInputs,
+    .outputs = kCrossEntropyOutputs,
+    .enqueue =
+        [](Stream& stream, const engine::BatchView& batch) {
+          return stream.CrossEntropy(CrossEntropyArgsOf(batch));
+        },
+    .rows_apart = true};
+
+inline constexpr engine::OpTraits kLinearCrossEntropyTraits = {
+    .name = "linear_cross_entropy",
+    .inputs = kCrossEntropyInputs,
+    .outputs = kCrossEntropyOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearCrossEntropy({.hidden = batch.Payload(),
+                                        .head = *batch.head,
+                                        .cross_entropy = CrossEntropyArgsOf(batch)});
+    }};
+
+inline constexpr RowPlace<CrossEntropyRow> kCrossEntropyPlaces[] = {
+    {kCrossEntropyExtraIds, &CrossEntropyRow::first_extra},
+    {kCrossEntropyTopEntries, &CrossEntropyRow::first_top_entry, &CrossEntropyRow::top_logprobs},
+    {kCrossEntropyExtraEntries, &CrossEntropyRow::first_extra_entry, &CrossEntropyRow::extra_count},
+};
+
+// The rows of one job and their list: see job_rows.h.
 struct CrossEntropyRows {
   absl::InlinedVector<CrossEntropyRow, 1> rows;
   std::vector<int32_t> extra_ids;
 
+  static constexpr auto Columns() {
+    return std::tuple(RowColumn(&CrossEntropyRows::rows, kCrossEntropyInRows, kCrossEntropyPlaces),
+                      Column(&CrossEntropyRows::extra_ids, kCrossEntropyInExtraIds));
+  }
+  void FillHints(engine::JobSpec* spec) const {
+    for (const CrossEntropyRow& row : rows) {
+      spec->max_row_entries = std::max(spec->max_row_entries, row.top_logprobs);
+      spec->wanted |= static_cast<uint32_t>(row.want);
+    }
+  }
   // For CheckCrossEntropy.
-  CrossEntropyRequest Request(int64_t vocab) const;
-
-  // Gives each row its places among the answers. Fills `spec`, except its deadline. The rows have
-  // passed CheckCrossEntropy.
-  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
-
-  // As engine::Job::WriteInputs. Frees the list.
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);
-
-  // In memory now.
-  int64_t bytes() const;
+  CrossEntropyRequest Request(int64_t vocab) const {
+    return {.vocab = vocab, .params = rows, .extra_ids = extra_ids};
+  }
 };
 
 }  // namespace logitd::ops

@@ -2,14 +2,17 @@
 #ifndef LOGITD_SERVER_OPS_SAMPLE_H_
 #define LOGITD_SERVER_OPS_SAMPLE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
-#include "absl/types/span.h"
+#include "kernels/kept_tokens.h"
 #include "kernels/sample.h"
 #include "server/engine/job.h"
+#include "server/ops/job_rows.h"
 
 namespace logitd::ops {
 
@@ -45,13 +48,58 @@ inline constexpr auto kSampleOutputs =
     engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
                      kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs);
 
-extern const engine::OpTraits kSampleTraits;
-extern const engine::OpTraits kLinearSampleTraits;
-
 // The arguments of a batch of sample; of verify, those for its rows.
-SampleArgs SampleArgsOf(const engine::BatchView& batch);
+inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
+  const auto& counts = batch.counts;
+  return {.logits = batch.Payload(),
+          .rows = batch.In(kSampleInRows),
+          .history = batch.In(kSampleInHistory),
+          .bias = batch.In(kSampleInBias),
+          .extra_ids = batch.In(kSampleInExtraIds),
+          .mask_words = batch.In(kSampleInMaskWords),
+          .edited = counts[kSampleHistory] + counts[kSampleBias] + counts[kSampleMaskWords] > 0,
+          .tokens = batch.Out(kSampleTokens),
+          .logprobs = batch.Out(kSampleLogprobs),
+          .ranks = batch.Out(kSampleRanks),
+          .logsumexp = batch.Out(kSampleLogsumexp),
+          .top_ids = batch.Out(kSampleTopIds),
+          .top_logprobs = batch.Out(kSampleTopLogprobs),
+          .extra_logprobs = batch.Out(kSampleExtraLogprobs),
+          .status = batch.Out(kSampleStatus)};
+}
 
-// The rows of one job with their lists. Places count from the job's own first elements.
+// Of JobSpec::wanted: a row may need more than a few of its first tokens. The most that the others
+// need is JobSpec::max_row_entries.
+inline constexpr uint32_t kMoreThanKept = 1;
+
+inline constexpr engine::OpTraits kSampleTraits = {
+    .name = "sample",
+    .inputs = kSampleInputs,
+    .outputs = kSampleOutputs,
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.Sample(SampleArgsOf(batch)); },
+    .rows_apart = true};
+
+inline constexpr engine::OpTraits kLinearSampleTraits = {
+    .name = "linear_sample",
+    .inputs = kSampleInputs,
+    .outputs = kSampleOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearSampleOfKept(
+          {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)},
+          batch.wanted == 0 ? batch.max_row_entries : 0);
+    }};
+
+inline constexpr RowPlace<SampleRow> kSamplePlaces[] = {
+    {kSampleHistory, &SampleRow::first_history},
+    {kSampleBias, &SampleRow::first_bias},
+    {kSampleExtraIds, &SampleRow::first_extra},
+    {kSampleMaskWords, &SampleRow::first_mask_word},
+    {kSampleTopEntries, &SampleRow::first_top_entry, &SampleRow::top_logprobs},
+    {kSampleExtraEntries, &SampleRow::first_extra_entry, &SampleRow::extra_count},
+};
+
+// The rows of one job and their lists: see job_rows.h.
 struct SampleRows {
   absl::InlinedVector<SampleRow, 1> rows;
   std::vector<int32_t> history;
@@ -59,18 +107,29 @@ struct SampleRows {
   std::vector<int32_t> extra_ids;
   std::vector<uint32_t> mask_words;
 
+  static constexpr auto Columns() {
+    return std::tuple(RowColumn(&SampleRows::rows, kSampleInRows, kSamplePlaces),
+                      Column(&SampleRows::history, kSampleInHistory),
+                      Column(&SampleRows::bias, kSampleInBias),
+                      Column(&SampleRows::extra_ids, kSampleInExtraIds),
+                      Column(&SampleRows::mask_words, kSampleInMaskWords));
+  }
+  void FillHints(engine::JobSpec* spec) const {
+    for (const SampleRow& row : rows) {
+      const int32_t kept = KeptTokens(row);
+      spec->max_row_entries = std::max(spec->max_row_entries, kept);
+      if (kept == 0) spec->wanted |= kMoreThanKept;
+    }
+  }
   // For CheckSample.
-  SampleRequest Request(int64_t vocab) const;
-
-  // Gives each row its places among the answers. Fills `spec`, except its deadline. The rows have
-  // passed CheckSample.
-  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
-
-  // As engine::Job::WriteInputs. Frees the lists.
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);
-
-  // In memory now.
-  int64_t bytes() const;
+  SampleRequest Request(int64_t vocab) const {
+    return {.vocab = vocab,
+            .params = rows,
+            .history = history,
+            .bias = bias,
+            .extra_ids = extra_ids,
+            .mask_words = mask_words};
+  }
 };
 
 }  // namespace logitd::ops

@@ -2,13 +2,15 @@
 #ifndef LOGITD_SERVER_OPS_SOFTMAX_TOPK_H_
 #define LOGITD_SERVER_OPS_SOFTMAX_TOPK_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 
 #include "absl/container/inlined_vector.h"
-#include "absl/types/span.h"
 #include "kernels/softmax_topk.h"
 #include "server/engine/job.h"
+#include "server/ops/job_rows.h"
 
 namespace logitd::ops {
 
@@ -21,22 +23,52 @@ inline constexpr engine::Output<RowStatus> kTopKStatus{1, kTopKRows};
 inline constexpr engine::Output<int32_t> kTopKIndices{2, kTopKEntries};
 inline constexpr engine::Output<float> kTopKProbs{3, kTopKEntries};
 
-extern const engine::OpTraits kSoftmaxTopKTraits;
-extern const engine::OpTraits kLinearTopKTraits;
+inline constexpr auto kTopKInputs = engine::ArraysOf(kTopKInRows);
+inline constexpr auto kTopKOutputs =
+    engine::ArraysOf(kTopKLogsumexp, kTopKStatus, kTopKIndices, kTopKProbs);
 
-// The rows of one job.
+inline SoftmaxTopKArgs TopKArgsOf(const engine::BatchView& batch) {
+  return {.logits = batch.Payload(),
+          .rows = batch.In(kTopKInRows),
+          .max_k = batch.max_row_entries,
+          .indices = batch.Out(kTopKIndices),
+          .probs = batch.Out(kTopKProbs),
+          .logsumexp = batch.Out(kTopKLogsumexp),
+          .status = batch.Out(kTopKStatus)};
+}
+
+inline constexpr engine::OpTraits kSoftmaxTopKTraits = {
+    .name = "softmax_topk",
+    .inputs = kTopKInputs,
+    .outputs = kTopKOutputs,
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.SoftmaxTopK(TopKArgsOf(batch)); },
+    .rows_apart = true};
+
+inline constexpr engine::OpTraits kLinearTopKTraits = {
+    .name = "linear_topk",
+    .inputs = kTopKInputs,
+    .outputs = kTopKOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.LinearTopK(
+          {.hidden = batch.Payload(), .head = *batch.head, .topk = TopKArgsOf(batch)});
+    }};
+
+inline constexpr RowPlace<SoftmaxTopKRow> kTopKPlaces[] = {
+    {kTopKEntries, &SoftmaxTopKRow::first_entry, &SoftmaxTopKRow::k}};
+
+// The rows of one job: see job_rows.h.
 struct SoftmaxTopKRows {
   absl::InlinedVector<SoftmaxTopKRow, 1> rows;
 
-  // Gives each row its place among the answers. Fills `spec`, except its deadline. The rows have
-  // passed CheckSoftmaxTopK.
-  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
-
-  // As engine::Job::WriteInputs.
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) const;
-
-  // In memory now.
-  int64_t bytes() const { return static_cast<int64_t>(rows.size() * sizeof(SoftmaxTopKRow)); }
+  static constexpr auto Columns() {
+    return std::tuple(RowColumn(&SoftmaxTopKRows::rows, kTopKInRows, kTopKPlaces));
+  }
+  void FillHints(engine::JobSpec* spec) const {
+    for (const SoftmaxTopKRow& row : rows) {
+      spec->max_row_entries = std::max(spec->max_row_entries, row.k);
+    }
+  }
 };
 
 }  // namespace logitd::ops

@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
-#include "absl/types/span.h"
 #include "kernels/verify.h"
 #include "server/engine/job.h"
 #include "server/ops/sample.h"
@@ -23,22 +23,62 @@ inline constexpr engine::Input<VerifySequence> kVerifyInSequences{8, kVerifySequ
 
 inline constexpr engine::Output<int32_t> kVerifyAccepted{8, kVerifySequences};
 
-extern const engine::OpTraits kVerifyTraits;
+inline constexpr auto kVerifyInputs = engine::ArraysOf(
+    kSampleInRows, kSampleInHistory, kSampleInBias, kSampleInExtraIds, kSampleInMaskWords,
+    kVerifyInDrafts, kVerifyInDraftIds, kVerifyInDraftProbs, kVerifyInSequences);
+inline constexpr auto kVerifyOutputs =
+    engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
+                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kVerifyAccepted);
 
-// The rows of one job with their lists, drafts and sequences. Places count from the job's own first
-// elements.
-struct VerifyRows {
-  SampleRows sample;
+inline constexpr engine::OpTraits kVerifyTraits = {
+    .name = "verify",
+    .inputs = kVerifyInputs,
+    .outputs = kVerifyOutputs,
+    .enqueue =
+        [](Stream& stream, const engine::BatchView& batch) {
+          return stream.Verify({.sample = SampleArgsOf(batch),
+                                .drafts = batch.In(kVerifyInDrafts),
+                                .draft_ids = batch.In(kVerifyInDraftIds),
+                                .draft_probs = batch.In(kVerifyInDraftProbs),
+                                .sequences = batch.In(kVerifyInSequences),
+                                .sequence_count = batch.counts[kVerifySequences],
+                                .accepted = batch.Out(kVerifyAccepted)});
+        },
+    .rows_apart = true};
+
+inline constexpr RowPlace<VerifyDraft> kDraftPlaces[] = {
+    {kVerifyDraftIds, &VerifyDraft::first_id}, {kVerifyDraftProbs, &VerifyDraft::first_prob}};
+inline constexpr RowPlace<VerifySequence> kSequencePlaces[] = {
+    {kSampleRows, &VerifySequence::first_row}};
+
+// The rows of one job and their lists: see job_rows.h.
+struct VerifyRows : SampleRows {
   std::vector<VerifyDraft> drafts;  // one for each row
   std::vector<int32_t> draft_ids;
   std::vector<float> draft_probs;
   std::vector<VerifySequence> sequences;
 
-  // As those of SampleRows, with CheckVerify.
-  VerifyRequest Request(int64_t vocab) const;
-  void FillSpec(const engine::BatchKey& key, engine::JobSpec* spec);
-  void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first);
-  int64_t bytes() const;
+  static constexpr auto Columns() {
+    return std::tuple_cat(
+        SampleRows::Columns(),
+        std::tuple(RowColumn(&VerifyRows::drafts, kVerifyInDrafts, kDraftPlaces),
+                   Column(&VerifyRows::draft_ids, kVerifyInDraftIds),
+                   Column(&VerifyRows::draft_probs, kVerifyInDraftProbs),
+                   RowColumn(&VerifyRows::sequences, kVerifyInSequences, kSequencePlaces)));
+  }
+  void FillHints(engine::JobSpec* spec) const {
+    SampleRows::FillHints(spec);
+    // A sequence is several rows, and refers to them by their places in the batch.
+    spec->whole = true;
+  }
+  // For CheckVerify.
+  VerifyRequest Request(int64_t vocab) const {
+    return {.sample = SampleRows::Request(vocab),
+            .drafts = drafts,
+            .draft_ids = draft_ids,
+            .draft_probs = draft_probs,
+            .sequences = sequences};
+  }
 };
 
 }  // namespace logitd::ops

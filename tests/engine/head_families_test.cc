@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -16,12 +15,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "server/engine/heads.h"
-#include "server/engine/metrics.h"
 #include "server/engine/model_types.h"
-#include "tests/fake_backend.h"
-#include "tests/tree.h"
+#include "tests/engine/heads_fixture.h"
 
 namespace logitd::engine {
 namespace {
@@ -65,26 +61,7 @@ double WorstError(const HeadView& head, const Expected& expected) {
   return worst;
 }
 
-class HeadFamiliesTest : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (std::system("python3 -c '' 2>/dev/null") != 0) {
-      GTEST_SKIP() << "no python3, which writes the files";
-    }
-    files_ = (std::filesystem::temp_directory_path() / "logitd-families-XXXXXX").string();
-    ASSERT_NE(mkdtemp(files_.data()), nullptr);
-    const std::string command =
-        absl::StrFormat("python3 '%s' '%s'",
-                        logitd::testing::InTree("tests/engine/write_heads.py").string(), files_);
-    ASSERT_EQ(std::system(command.c_str()), 0) << command;
-  }
-  void TearDown() override { std::filesystem::remove_all(files_); }
-
-  std::string files_;
-  FakeBackend backend_;
-  Metrics metrics_;
-  Heads heads_{&backend_, &metrics_};
-};
+class HeadFamiliesTest : public HeadsTest {};
 
 TEST_F(HeadFamiliesTest, LogitsAreThoseOfTransformersOrTheHeadIsRefused) {
   // Masked language models: between the last states and the matrix is another layer.
@@ -99,9 +76,7 @@ TEST_F(HeadFamiliesTest, LogitsAreThoseOfTransformersOrTheHeadIsRefused) {
     for (const auto& entry : std::filesystem::directory_iterator(files_ + "/families/" + version)) {
       const std::string name = entry.path().filename();
       SCOPED_TRACE(absl::StrCat(name, " of transformers ", version));
-      const auto head =
-          heads_.Load({.name = absl::StrCat(name, ".", version), .path = entry.path()},
-                      [](const HeadProgress&) { return true; });
+      const auto head = Load({.name = absl::StrCat(name, ".", version), .path = entry.path()});
       if (const auto it = refused.find(name); it != refused.end()) {
         EXPECT_THAT(std::string(head.status().message()), HasSubstr(it->second));
         seen.insert(name);
@@ -135,12 +110,13 @@ TEST_F(HeadFamiliesTest, EmbeddingsAreTiedByDefaultWhereTransformersTiesThem) {
   int types = 0;
   std::string version, type;
   for (bool tied; file >> version >> type >> tied; ++types) {
-    EXPECT_EQ(TiesByDefault(type), std::optional<bool>(tied))
+    const std::optional<ModelFamily> family = FamilyOf(type);
+    EXPECT_TRUE(family.has_value() && family->ties == tied)
         << type << " of transformers " << version;
   }
   EXPECT_GE(types, 188 + 305);
-  EXPECT_EQ(TiesByDefault("never_seen"), std::nullopt);
-  EXPECT_EQ(TiesByDefault(""), std::nullopt);
+  EXPECT_FALSE(FamilyOf("never_seen").has_value());
+  EXPECT_FALSE(FamilyOf("").has_value());
 }
 
 }  // namespace

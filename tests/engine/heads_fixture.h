@@ -58,14 +58,21 @@ class HeadsTest : public ::testing::Test {
   void SetUp() override {
     if (files_.empty()) GTEST_SKIP() << "no python3, which writes the files";
   }
+  void TearDown() override { EXPECT_EQ(backend_.live_slabs(), 0); }
 
   HeadRequest Request(const std::string& path, bool norm = false, int64_t vocab = 0) {
     return {
         .name = "h", .path = absl::StrCat(files_, "/", path), .final_norm = norm, .vocab = vocab};
   }
+  HeadRequest Named(const std::string& name, const std::string& path, bool norm = false) {
+    return {.name = name, .path = absl::StrCat(files_, "/", path), .final_norm = norm};
+  }
   absl::StatusOr<std::shared_ptr<const Head>> Load(const HeadRequest& request) {
     return heads_.Load(request, Always);
   }
+
+  // The code and the text of a load's error.
+  std::string ErrorOf(const HeadRequest& request) { return Load(request).status().ToString(); }
 
   // The first wrong number of a head; "" if all are right.
   static std::string Wrong(const HeadView& view) {

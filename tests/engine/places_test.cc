@@ -70,10 +70,16 @@ class PinningBackend final : public Backend {
   int pieces_ = 0;
 };
 
-TEST(PlacesTest, RunsDoNotOverlapAndComeBack) {
-  PinningBackend host(/*is_host=*/true);
-  const Devices devices({&host});
-  Places places(devices, 8 * kMiB);
+class PlacesTest : public ::testing::Test {
+ protected:
+  PinningBackend pages_{/*is_host=*/true};
+  PinningBackend pins_{/*is_host=*/false};
+  const Devices host_{{&pages_}};
+  const Devices gpu_{{&pins_}};
+};
+
+TEST_F(PlacesTest, RunsDoNotOverlapAndComeBack) {
+  Places places(host_, 8 * kMiB);
   constexpr unsigned kSeed = 7;
   std::mt19937 random(kSeed);
   struct Run {
@@ -103,10 +109,8 @@ TEST(PlacesTest, RunsDoNotOverlapAndComeBack) {
   EXPECT_NE(places.Take(8 * kMiB), nullptr) << "free runs that touch are one run";
 }
 
-TEST(PlacesTest, TheSmallestRunThatFitsIsTaken) {
-  PinningBackend host(/*is_host=*/true);
-  const Devices devices({&host});
-  Places places(devices, 10 * kPage);
+TEST_F(PlacesTest, TheSmallestRunThatFitsIsTaken) {
+  Places places(host_, 10 * kPage);
   auto a = places.Take(2 * kPage);
   auto b = places.Take(kPage);
   auto c = places.Take(3 * kPage);
@@ -120,19 +124,15 @@ TEST(PlacesTest, TheSmallestRunThatFitsIsTaken) {
   EXPECT_EQ(places.Take(4 * kPage), nullptr);
 }
 
-TEST(PlacesTest, MemoryOutlivesTheObject) {
-  PinningBackend host(/*is_host=*/true);
-  const Devices devices({&host});
-  auto places = std::make_unique<Places>(devices, kMiB);
+TEST_F(PlacesTest, MemoryOutlivesTheObject) {
+  auto places = std::make_unique<Places>(host_, kMiB);
   auto memory = places->Take(kMiB);
   places.reset();
   std::memset(memory.get(), 1, kMiB);
 }
 
-TEST(PlacesTest, WhatIsGivenBackReadsAsZeros) {
-  PinningBackend host(/*is_host=*/true);
-  const Devices devices({&host});
-  Places places(devices, 4 * kMiB);
+TEST_F(PlacesTest, WhatIsGivenBackReadsAsZeros) {
+  Places places(host_, 4 * kMiB);
   const auto kept = places.Take(kPage);
   kept.get()[0] = std::byte{5};
   auto memory = places.Take(kMiB);
@@ -146,27 +146,23 @@ TEST(PlacesTest, WhatIsGivenBackReadsAsZeros) {
   EXPECT_EQ(kept.get()[0], std::byte{5});
 }
 
-TEST(PlacesTest, OnlyPinnedPiecesAreHandedOutForAGpu) {
-  PinningBackend gpu(/*is_host=*/false);
+TEST_F(PlacesTest, OnlyPinnedPiecesAreHandedOutForAGpu) {
   {
-    const Devices devices({&gpu});
-    Places places(devices, 192 * kMiB);
-    gpu.WaitUntilTried(3);
+    Places places(gpu_, 192 * kMiB);
+    pins_.WaitUntilTried(3);
     std::shared_ptr<std::byte> all;
     while ((all = places.Take(192 * kMiB)) == nullptr) std::this_thread::yield();
     EXPECT_EQ(places.pinned(), 192 * kMiB);
-    EXPECT_EQ(gpu.pieces(), 3);
+    EXPECT_EQ(pins_.pieces(), 3);
     places.GiveBack();  // pinned memory stays
   }
-  EXPECT_EQ(gpu.pieces(), 0);
+  EXPECT_EQ(pins_.pieces(), 0);
 }
 
-TEST(PlacesTest, WithoutPinnedMemoryThereAreNone) {
-  PinningBackend gpu(/*is_host=*/false);
-  gpu.FailToPin();
-  const Devices devices({&gpu});
-  Places places(devices, 64 * kMiB);
-  gpu.WaitUntilTried(1);
+TEST_F(PlacesTest, WithoutPinnedMemoryThereAreNone) {
+  pins_.FailToPin();
+  Places places(gpu_, 64 * kMiB);
+  pins_.WaitUntilTried(1);
   EXPECT_EQ(places.Take(kPage), nullptr);
   EXPECT_EQ(places.pinned(), 0);
 }

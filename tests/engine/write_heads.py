@@ -128,101 +128,131 @@ def write_family(path, family):
         print(rows, len(hidden) // rows, len(logits) // rows, *hidden, *logits, file=file)
 
 
-def bad(out):
+def refused(out):
+    """Bad heads, and refused.json with what is said of each: texts of the error, which is INVALID_ARGUMENT or NOT_FOUND."""
+    said = []
     head = {"lm_head.weight": tensor("F16", 4, 8)}
-    with_bias = {**head, "lm_head.bias": tensor("F16", 4)}
+    bias = {"lm_head.bias": tensor("F16", 4)}
+    norm = {"model.norm.weight": tensor("F16", 8)}
 
-    def offsets(begin, end):
-        return lambda header: header["lm_head.weight"].update(data_offsets=[begin, end])
+    def bad(name, *texts, missing=False, final_norm=False):
+        said.append({"path": name, "texts": texts, "missing": missing, "norm": final_norm})
+        return f"{out}/{name}"
 
-    def field(**fields):
-        return lambda header: header["lm_head.weight"].update(fields)
+    def bad_file(name, texts, tensors, metadata=None, **change):
+        def update(header):
+            header["lm_head.weight"].update(change)
 
-    write(f"{out}/overlapping.safetensors", with_bias, change=lambda h: h["lm_head.bias"].update(data_offsets=[60, 68]))
-    write(f"{out}/negative.safetensors", head, change=offsets(-64, 64))
-    write(f"{out}/beyond.safetensors", head, change=offsets(0, 2**63))
-    write(f"{out}/overflowing.safetensors", head, change=field(shape=[2**61, 2**5]))
-    write(f"{out}/integers.safetensors", {"lm_head.weight": tensor("I32", 4, 8)})
-    write(f"{out}/unknown_dtype.safetensors", head, change=field(dtype="F7"))
-    write(f"{out}/cube.safetensors", {"lm_head.weight": tensor("F16", 4, 2, 8)[:1] + ([4, 2, 4], tensor("F16", 4, 8)[2])})
-    write(f"{out}/no_rows.safetensors", {"lm_head.weight": ("F16", [0, 8], b""), "x": tensor("F16", 1)})
-    write(f"{out}/two_matrices.safetensors", {"a": tensor("F16", 4, 8), "b": tensor("F16", 4, 8)})
-    write(f"{out}/long_bias.safetensors", {**head, "lm_head.bias": tensor("F16", 5)})
-    write(f"{out}/too_wide.safetensors", {"lm_head.weight": tensor("F16", 1, 65537)})
-    write(f"{out}/scale_nan.safetensors", head, {"logit_scale": "nan"})
-    write(f"{out}/scale_word.safetensors", head, {"logit_scale": "much"})
-    write(f"{out}/scaling_0.safetensors", head, {"logits_scaling": "0"})
-    write(f"{out}/scale_tiny.safetensors", head, {"logit_scale": "1e-60"})
-    write(f"{out}/scale_huge.safetensors", head, {"logits_scaling": "1e-60"})
-    write(f"{out}/cap_tiny.safetensors", head, {"final_logit_softcapping": "1e-60"})
-    write(f"{out}/base_0.safetensors", head, {"dim_model_base": "0"})
-    write(f"{out}/base_and_bias.safetensors", with_bias, {"dim_model_base": "4"})
-    write(f"{out}/other_scale.safetensors", head, {"mup_width_multiplier": "8"})
-    write(f"{out}/other_width.safetensors", head, {"mup_width_scale": "0.1"})
-    folder(f"{out}/baichuan2", {"model_type": "baichuan", "vocab_size": 125696}, head)
-    folder(f"{out}/baichuan_of_unknown_size", {"model_type": "baichuan"}, head)
-    folder(f"{out}/baichuan_m1", {"model_type": "baichuan_m1", "vocab_size": 64000}, head)
-    folder(f"{out}/norm_head", {"model_type": "bailing_moe", "norm_head": True}, head)
-    folder(f"{out}/other_multiplier", {"output_multiplier_scale": 30}, head)
-    for name, tensor_name in {"long_name": "a" * 129, "name_of_two_lines": "a\nb", "name_of_nothing": ""}.items():
-        write(f"{out}/{name}.safetensors", {tensor_name: tensor("F16", 4, 8)})
+        write(bad(f"{name}.safetensors", *texts), tensors, metadata, update if change else lambda header: None)
+
+    bad("none.safetensors", "none.safetensors: No such file", missing=True)
+    bad_file("negative", ("'lm_head.weight'", "got [-64,64], allowed inside"), head, data_offsets=[-64, 64])
+    bad_file("beyond", ("'lm_head.weight'", "allowed inside the file's 64"), head, data_offsets=[0, 2**63])
+    bad_file("overlapping", ("overlapping.safetensors: tensor 'lm_head.weight'", "got begin 4", "allowed 8"),
+             {**bias, **head}, data_offsets=[4, 68])
+    bad_file("overflowing", ("allowed one with its 64 data bytes",), head, shape=[2**61, 2**5])
+    bad_file("unknown_dtype", ("got 'F7', allowed F32",), head, dtype="F7")
+    bad_file("integers", ("dtype of tensor 'lm_head.weight': got 'I32', allowed F32, F16, BF16",),
+             {"lm_head.weight": tensor("I32", 4, 8)})
+    bad_file("cube", ("got [4,2,4], allowed [-1,-1]; -1: any size above 0",), head, shape=[4, 2, 4])
+    bad_file("no_rows", ("got [0,8], allowed [-1,-1]",), {"lm_head.weight": ("F16", [0, 8], b""), "x": tensor("F16", 1)})
+    bad_file("two_matrices", ("tensors of 2 dimensions: got 2, allowed 1",), {"a": tensor("F16", 4, 8), "b": tensor("F16", 4, 8)})
+    bad_file("long_bias", ("shape of tensor 'lm_head.bias': got [5], allowed [4]",), {**head, "lm_head.bias": tensor("F16", 5)})
+    bad_file("too_wide", ("too_wide.safetensors: hidden", "65537"), {"lm_head.weight": tensor("F16", 1, 65537)})
+    for name, weight, text in (("long_name", "a" * 129, "of 129 bytes, allowed 1 to 128"),
+                               ("name_of_two_lines", "a\nb", "name of the weight: got 'a\\nb'"),
+                               ("unprintable_name", "\x7f", "printable"), ("name_of_nothing", "", "name of the weight: got ''")):
+        bad_file(name, (text,), {weight: tensor("F16", 4, 8)})
+    for name, key, value, text in (
+            ("scale_nan", "logit_scale", "nan", "scale: got nan"),
+            ("scale_word", "logit_scale", "much", "logit_scale: got 'much', allowed a number"),
+            ("scaling_0", "logits_scaling", "0", "logits_scaling: got 0"),
+            ("scale_tiny", "logit_scale", "1e-60", "scale of the logits: got 1e-60, allowed 0, or"),
+            ("scale_huge", "logits_scaling", "1e-60", "scale of the logits: got 1e+60, allowed 0, or"),
+            ("cap_tiny", "final_logit_softcapping", "1e-60", "final_logit_softcapping: got 1e-60, allowed 0, or"),
+            ("base_0", "dim_model_base", "0", "dim_model_base: got 0, allowed"),
+            ("other_scale", "mup_width_multiplier", "8", "mup_width_multiplier: got 8, allowed none"),
+            ("other_width", "mup_width_scale", "0.1", "mup_width_scale: got 0.1, allowed none")):
+        bad_file(name, (text,), head, {key: value})
+    bad_file("base_and_bias", ("dim_model_base: got one and a bias",), {**head, **bias}, {"dim_model_base": "4"})
     with open(f"{out}/named.safetensors", "rb") as file:
         whole = file.read()
-    for name, content in {"cut": whole[:-1], "longer": whole + b"x", "empty": b"", "huge_header":
-                          struct.pack("<Q", 2**40) + whole[8:], "no_json": struct.pack("<Q", 4) + b"{{{{"}.items():
-        with open(f"{out}/{name}.safetensors", "wb") as file:
+    for name, content, text in (
+            ("cut", whole[:-1], "allowed inside the file's"), ("longer", whole + b"x", "end of the tensors: got"),
+            ("empty", b"", "shorter than the 8 bytes"), ("no_json", struct.pack("<Q", 4) + b"{{{{", "header is not a JSON object"),
+            ("huge_header", struct.pack("<Q", 2**40) + whole[8:], "header length: got 1099511627776"),
+            ("long_header", struct.pack("<Q", (16 << 20) + 1), "header length: got 16777217, allowed 0..16777216")):
+        with open(bad(f"{name}.safetensors", text), "wb") as file:
             file.write(content)
+            file.truncate(max(len(content), (16 << 20) + 9 if name == "long_header" else 0))
 
-    norm = {"model.norm.weight": tensor("F16", 8)}
+    for name, config, tensors, *texts in (
+            ("baichuan2", {"model_type": "baichuan", "vocab_size": 125696}, head,
+             "model_type: got 'baichuan', which normalises the weight of its head", "64000"),
+            ("baichuan_of_unknown_size", {"model_type": "baichuan"}, head, "model_type: got 'baichuan', which normalises"),
+            ("baichuan_m1", {"model_type": "baichuan_m1", "vocab_size": 64000}, head, "got 'baichuan_m1', which normalises"),
+            ("norm_head", {"model_type": "bailing_moe", "norm_head": True}, head, "norm_head: got true, allowed false"),
+            ("other_multiplier", {"output_multiplier_scale": 30}, head, "config.json: output_multiplier_scale: got 30, allowed none"),
+            ("mup_and_bias", {"logits_mup_width_multiplier": 4}, {**head, **bias}, "logits_mup_width_multiplier: got one and a bias"),
+            ("no_softcap", {"model_type": "paligemma", "text_config": {"model_type": "gemma2"}}, head,
+             "final_logit_softcapping: got none", "type gemma2"),
+            ("no_scale", {"model_type": "aya_vision", "text_config": {"model_type": "cohere2"}}, head,
+             "logit_scale: got none", "type cohere2"),
+            ("tied_encoder_decoder", {"is_encoder_decoder": True}, head, "is_encoder_decoder: got true with tied"),
+            ("final_logits_bias", {}, {**head, "final_logits_bias": tensor("F16", 1, 4)}, "tensor 'final_logits_bias': got one"),
+            ("vocab_beyond", {"vocab_size": 5}, head, "config.json: vocab_size: got 5, allowed 1 to 4"),
+            ("vocab_negative", {"vocab_size": -5}, head, "vocab_size: got -5, allowed an integer of 1 or more"),
+            ("not_tied", {"tie_word_embeddings": False}, {"model.embed_tokens.weight": tensor("F16", 4, 8)},
+             "tie_word_embeddings: got false, allowed true"),
+            ("no_head", {}, {"a": tensor("F16", 4, 8)}, "no_head: no tensor 'lm_head.weight'"),
+            ("config_list", [], head, "config.json: not a JSON object")):
+        folder(bad(name, *texts), config, tensors)
     llama = {"model_type": "llama", "rms_norm_eps": 1e-5}
-    folder(f"{out}/mup_and_bias", {"logits_mup_width_multiplier": 4}, with_bias)
-    folder(f"{out}/no_softcap", {"model_type": "paligemma", "text_config": {"model_type": "gemma2"}}, head)
-    folder(f"{out}/no_scale", {"model_type": "aya_vision", "text_config": {"model_type": "cohere2"}}, head)
-    folder(f"{out}/tied_encoder_decoder", {"is_encoder_decoder": True}, head)
-    folder(f"{out}/final_logits_bias", {}, {**head, "final_logits_bias": tensor("F16", 1, 4)})
-    folder(f"{out}/vocab_beyond", {"vocab_size": 5}, head)
-    folder(f"{out}/vocab_negative", {"vocab_size": -5}, head)
-    folder(f"{out}/not_tied", {"tie_word_embeddings": False}, {"model.embed_tokens.weight": tensor("F16", 4, 8)})
-    folder(f"{out}/no_head", {}, {"a": tensor("F16", 4, 8)})
-    folder(f"{out}/no_norm", llama, head)
-    folder(f"{out}/layer_norm", llama, {**head, **norm, "model.norm.bias": tensor("F16", 8)})
-    folder(f"{out}/norm_unknown", {"layer_norm_eps": 1e-5}, {**head, **norm})
-    folder(f"{out}/gemma_unknown", {"model_type": "gemma9", "rms_norm_eps": 1e-5}, {**head, **norm})
-    folder(f"{out}/qwen_unknown", {"model_type": "qwen3_5_other", "rms_norm_eps": 1e-5}, {**head, **norm})
-    folder(f"{out}/long_norm", llama, {**head, "model.norm.weight": tensor("F16", 9)})
-    write(f"{out}/no_config/model.safetensors", head)
-    write_json(f"{out}/config_list/config.json", [])
-    write(f"{out}/config_list/model.safetensors", head)
-    write(f"{out}/deep/model.safetensors", head)
-    with open(f"{out}/deep/config.json", "w") as file:
-        file.write('{"logit_scale":' + "[" * 300000 + "]" * 300000 + "}")
-    write_json(f"{out}/no_files/config.json", {})
-    sharded(f"{out}/missing_shard", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "b.safetensors"})
-    sharded(f"{out}/shard_without", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": "a.safetensors"})
+    for name, config, tensors, *texts in (
+            ("no_norm", llama, {}, "final norm: got none, allowed one of the tensors model.norm.weight"),
+            ("layer_norm", llama, {**norm, "model.norm.bias": tensor("F16", 8)}, "got a LayerNorm with the bias 'model.norm.bias'"),
+            ("norm_unknown", {"layer_norm_eps": 1e-5}, norm, "rms_norm_eps: got none"),
+            ("gemma_unknown", {**llama, "model_type": "gemma9"}, norm, "model_type: got 'gemma9'", "gemma2"),
+            ("qwen_unknown", {**llama, "model_type": "qwen3_5_other"}, norm, "got 'qwen3_5_other'", "qwen3_5_moe"),
+            ("long_norm", llama, {"model.norm.weight": tensor("F16", 9)}, "'model.norm.weight': got [9], allowed [8]")):
+        folder(bad(name, *texts, final_norm=True), config, {**head, **tensors})
+
+    def text_file(path, text):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w") as file:
+            file.write(text)
+
+    write(bad("no_config", "no_config/config.json: No such file", missing=True) + "/model.safetensors", head)
+    for name, config, text in (
+            ("deep", '{"logit_scale":' + "[" * 300000 + "]" * 300000 + "}", "logit_scale: got an array, allowed a number"),
+            ("large_config", "{}" + " " * ((1 << 20) - 1), "config.json: got 1048577 bytes, allowed up to 1048576")):
+        write(bad(name, text) + "/model.safetensors", head)
+        text_file(f"{out}/{name}/config.json", config)
+    text_file(bad("no_files", "no_files: the folder has neither model.safetensors nor", missing=True) + "/config.json", "{}")
     # Many values after the entry that matters: the whole file is read, and quickly.
-    for name, objects in {"index_of_objects": ",".join(f'"{i}":{{}}' for i in range(200000)),
-                          "index_of_names": ",".join(f'"{i}":"x"' for i in range(200000))}.items():
-        sharded(f"{out}/{name}", {}, {})
-        with open(f"{out}/{name}/model.safetensors.index.json", "w") as file:
-            file.write('{"weight_map":{"lm_head.weight":"none.safetensors",' + objects + "}}")
-    for name, path, size in (("index", "large_index/model.safetensors.index.json", 16 << 20),
-                             ("config", "large_config/config.json", 1 << 20)):
-        write_json(f"{out}/large_{name}/config.json", {})
-        if name == "config":
-            write(f"{out}/large_config/model.safetensors", head)
-        with open(f"{out}/{path}", "w") as file:
-            file.write("{}" + " " * (size - 1))
-    with open(f"{out}/long_header.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", (16 << 20) + 1))
-        file.truncate((16 << 20) + 9)
-    for name, target in {"leaving": "../named.safetensors", "absolute": "/etc/passwd", "parent": "..", "long_shard": "a" * 256,
-                         "two_lines": "a\nb"}.items():
-        sharded(f"{out}/{name}", {}, {"a.safetensors": {"x": tensor("F16", 1)}}, {"lm_head.weight": target})
-    write_json(f"{out}/no_map/config.json", {})
-    write_json(f"{out}/no_map/model.safetensors.index.json", {"weight_map": [1]})
+    for name, index, text in (
+            ("no_map", '{"weight_map": [1]}', "weight_map: got none"),
+            ("large_index", "{}" + " " * ((16 << 20) - 1), "index.json: got 16777217 bytes, allowed up to 16777216"),
+            *((f"index_of_{name}", '{"weight_map":{"lm_head.weight":"none.safetensors",' +
+               ",".join(f'"{i}":{value}' for i in range(200000)) + "}}", "none.safetensors: No such file")
+              for name, value in (("objects", "{}"), ("names", '"x"')))):
+        path = bad(name, text, missing=name.startswith("index_of"))
+        text_file(f"{path}/config.json", "{}")
+        text_file(f"{path}/model.safetensors.index.json", index)
+    for name, target, *texts in (
+            ("missing_shard", "b.safetensors", "b.safetensors: No such file", "the file of tensor"),
+            ("shard_without", "a.safetensors", "a.safetensors: no tensor 'lm_head.weight'"),
+            ("leaving", "../named.safetensors", "tensor 'lm_head.weight': got '../named.safetensors', allowed"),
+            ("absolute", "/etc/passwd", "got '/etc/passwd', allowed a file in the folder"),
+            ("parent", "..", "got '..', allowed a file in the folder"),
+            ("long_shard", "a" * 256, "got 'aaaaaaa", "allowed a file in the folder"),
+            ("two_lines", "a\nb", "got 'a\\nb', allowed a file in the folder")):
+        sharded(bad(name, *texts, missing=name == "missing_shard"), {}, {"a.safetensors": {"x": tensor("F16", 1)}},
+                {"lm_head.weight": target})
+    write_json(f"{out}/refused.json", said)
 
 
 if __name__ == "__main__":
     good(sys.argv[1])
-    bad(sys.argv[1])
+    refused(sys.argv[1])
     families(sys.argv[1])

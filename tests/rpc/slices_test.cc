@@ -117,9 +117,9 @@ class SlicesTest : public ::testing::Test {
   std::shared_ptr<OpJob> MakeJob(const engine::OpTraits& op, Rows filled) {
     auto rows = std::make_shared<Rows>(std::move(filled));
     engine::JobSpec spec;
-    rows->FillSpec(Key(op), &spec);
+    FillSpec(*rows, Key(op), &spec);
     return std::make_shared<OpJob>(spec, PayloadOf(op), [rows](auto inputs, const auto& first) {
-      rows->WriteInputs(inputs, first);
+      WriteInputs(*rows, inputs, first);
     });
   }
 
@@ -160,7 +160,7 @@ class SlicesTest : public ::testing::Test {
 
   std::shared_ptr<OpJob> Verify(int64_t rows) {
     VerifyRows filled;
-    filled.sample = MakeSampleRows(rows);
+    static_cast<SampleRows&>(filled) = MakeSampleRows(rows);
     for (int64_t r = 0; r < rows; r += 3) {
       filled.sequences.push_back(
           {.first_row = r, .rows = static_cast<int32_t>(std::min<int64_t>(3, rows - r))});

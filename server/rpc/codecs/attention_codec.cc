@@ -9,7 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "kernels/status_macros.h"
 #include "logitd/v1/attention.pb.h"
-#include "server/ops/row_places.h"
+#include "server/ops/job_rows.h"
 #include "server/rpc/codecs/answer_fields.h"
 #include "server/rpc/codecs/dtype.h"
 #include "server/rpc/codecs/field_table.h"

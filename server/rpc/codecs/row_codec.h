@@ -8,6 +8,7 @@
 
 #include "absl/types/span.h"
 #include "server/engine/job.h"
+#include "server/ops/job_rows.h"
 #include "server/rpc/codecs/answer_fields.h"
 #include "server/rpc/codecs/codec.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
@@ -20,11 +21,11 @@ class RowCodec : public OpCodec {
  public:
   const engine::OpTraits& op() const final { return input_.head() == nullptr ? op_ : linear_; }
   int64_t answer_bytes() const final { return answer_bytes_; }
-  int64_t list_bytes() const final { return rows_.bytes(); }
+  int64_t list_bytes() const final { return ops::BytesOf(rows_); }
   Payload payload() const final { return input_.payload(); }
   void PayloadCopied() final { input_.DropLease(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) final {
-    rows_.WriteInputs(inputs, first);
+    ops::WriteInputs(rows_, inputs, first);
   }
 
  protected:
@@ -34,7 +35,7 @@ class RowCodec : public OpCodec {
 
   // The end of Parse: the rows have been checked. `more_bytes`: fields without an output array.
   void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
-    rows_.FillSpec(input_.Key(op()), spec);
+    ops::FillSpec(rows_, input_.Key(op()), spec);
     answer_bytes_ = MaxAnswerBytes(*spec) + more_bytes;
   }
 

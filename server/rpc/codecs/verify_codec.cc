@@ -26,7 +26,7 @@ static_assert(v1::DRAFT_KIND_LIST == static_cast<int>(DraftKind::kList));
 static_assert(v1::DRAFT_KIND_DENSE == static_cast<int>(DraftKind::kDense));
 
 absl::Status BuildSequences(const Int32List& sequence_rows, ops::VerifyRows* rows) {
-  const auto row_count = static_cast<int64_t>(rows->sample.rows.size());
+  const auto row_count = static_cast<int64_t>(rows->rows.size());
   int64_t next = 0;
   rows->sequences.reserve(sequence_rows.size());
   for (size_t s = 0; s < sequence_rows.size(); ++s) {
@@ -104,11 +104,11 @@ absl::Status CheckTaken(const VerifyFields& fields, const Taken& taken,
 
 absl::Status BuildDrafts(Pieces pieces, VerifyFields* fields, ops::VerifyRows* rows) {
   const auto drafts =
-      static_cast<int64_t>(rows->sample.rows.size()) - static_cast<int64_t>(rows->sequences.size());
+      static_cast<int64_t>(rows->rows.size()) - static_cast<int64_t>(rows->sequences.size());
   if (static_cast<int64_t>(fields->drafts.size()) != drafts) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "drafts: got %d values, allowed %d: rows %d less sequences %d", fields->drafts.size(),
-        drafts, rows->sample.rows.size(), rows->sequences.size()));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("drafts: got %d values, allowed %d: rows %d less sequences %d",
+                        fields->drafts.size(), drafts, rows->rows.size(), rows->sequences.size()));
   }
   const auto kinds = static_cast<int64_t>(fields->draft_kind.size());
   if (kinds > 1 && kinds != drafts) {
@@ -124,7 +124,7 @@ absl::Status BuildDrafts(Pieces pieces, VerifyFields* fields, ops::VerifyRows* r
   if (!rows->draft_probs.empty()) {
     CopyRange(pieces, fields->draft_probs, rows->draft_probs.data());
   }
-  rows->drafts.resize(rows->sample.rows.size());
+  rows->drafts.resize(rows->rows.size());
   Taken taken;
   int64_t index = 0;
   for (const VerifySequence& sequence : rows->sequences) {
@@ -151,7 +151,7 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
   LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
-  LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_.sample));
+  LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(CheckVerify(rows_.Request(input_.vocab())));
@@ -161,7 +161,7 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
 
 EncodedMessage VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
-    WriteSampleAnswer(rows_.sample, answer, times, writer);
+    WriteSampleAnswer(rows_, answer, times, writer);
     WriteVarints(writer, Response::kAcceptedFieldNumber, answer.Out(ops::kVerifyAccepted),
                  [](int32_t accepted) { return accepted; });
   });
