@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/hash/hash.h"
-
 namespace logitd::engine {
 namespace {
 
@@ -37,11 +35,6 @@ Job* JobList::PopFront() {
   Job* job = first;
   if (job != nullptr) Remove(job);
   return job;
-}
-
-size_t WaitingJobs::KeyHash::operator()(const KindKey& kind) const {
-  const BatchKey& key = kind.key;
-  return absl::HashOf(key.op, key.dtype, key.row_elements, key.head, key.device, kind.priority);
 }
 
 WaitingJobs::WaitingJobs(const EngineOptions& options, const SliceRules& rules, int devices,

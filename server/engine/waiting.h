@@ -34,6 +34,10 @@ struct KindKey {
   BatchKey key;
   Priority priority = Priority::kInteractive;
   friend bool operator==(const KindKey&, const KindKey&) = default;
+  template <typename H>
+  friend H AbslHashValue(H hash, const KindKey& kind) {
+    return H::combine(std::move(hash), kind.key, kind.priority);
+  }
 };
 
 // The links of Job::Place, for heaps of jobs.
@@ -122,9 +126,6 @@ class WaitingJobs {
   FairClock& clock() { return clock_; }
 
  private:
-  struct KeyHash {
-    size_t operator()(const KindKey& key) const;
-  };
   // Due queues with the same choice of devices, by length.
   using Lane = FairHeap<KeyQueue, LaneLinks>;
   using Lanes = std::array<Lane, kLengths>;
@@ -138,7 +139,7 @@ class WaitingJobs {
   const int64_t max_batch_delay_ns_;
   const SliceRules rules_;
   const Costs& costs_;
-  absl::flat_hash_map<KindKey, std::unique_ptr<Kind>, KeyHash> kinds_;
+  absl::flat_hash_map<KindKey, std::unique_ptr<Kind>> kinds_;
   // Of jobs that only one device can run, for each device; then on sharded heads; then the rest.
   std::vector<Lanes> lanes_;
   std::set<std::pair<int64_t, KeyQueue*>> by_due_;  // queues that are not due
