@@ -134,7 +134,7 @@ class Client {
   // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND: such
   // a file cannot be read. Connects at the first call, not here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(ClientOptions options);
-  explicit Client(std::unique_ptr<Transport> transport);  // the library's own, and of its tests
+  explicit Client(std::unique_ptr<Transport> transport);  // for tests: Transport is not installed
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;

@@ -50,8 +50,8 @@ void CallAsync(Transport& transport, const char* method, const LogitsRequest<Par
   }
   Throttle* const throttle = transport.ThrottleOf(method);
   if (throttle != nullptr) {
-    if (absl::Status status = throttle->Ask(transport.clock().Now()); !status.ok())
-      return done(status);
+    const absl::Time now = transport.clock().Now();
+    if (absl::Status status = throttle->Ask(now); !status.ok()) return done(status);
   }
   absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, request.owner);
   if (!buffer.ok()) return done(buffer.status());

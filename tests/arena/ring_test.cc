@@ -266,7 +266,7 @@ class EchoRings : public ::testing::Test {
         << OpenDescriptors() - before_ << " descriptors are left";
   }
 
-  // Whether `condition` comes true while time passes.
+  // True: `condition` comes true while time passes.
   bool InTime(const std::function<bool()>& condition) {
     return Becomes([&] {
       clock_.Advance(absl::Milliseconds(1));

@@ -18,7 +18,7 @@
 
 namespace logitd::testing {
 
-// Whether the server of `client` serves `service`, now or soon.
+// True: the server of `client` serves `service`, now or soon.
 inline bool WaitUntilServing(client::Client& client, const std::string& service = "") {
   return Becomes([&] {
     const auto health = client.Health(service);
