@@ -23,13 +23,17 @@
 
 namespace logitd::engine {
 
-// A head without a weight on every device.
-inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale) {
+// A head without a weight. On device d its scale is 100 * d + `scale`, unless it is cut over the devices.
+inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale,
+                                            bool sharded = false) {
   std::vector<Head::Copy> copies;
   for (Backend* backend : backends) {
-    copies.push_back({.backend = backend, .memory = {}, .view = {.scale = scale}});
+    const float of_device = 100 * static_cast<float>(copies.size()) + scale;
+    copies.push_back({.backend = backend, .memory = {}, .view = {.scale = of_device}});
   }
-  return std::make_shared<Head>(std::move(copies), HeadInfo());
+  std::optional<HeadView> whole;
+  if (sharded) whole = {.scale = scale};
+  return std::make_shared<Head>(std::move(copies), HeadInfo(), whole);
 }
 
 inline std::string Scrape(const Metrics& metrics) {
@@ -44,6 +48,8 @@ class CheckedJob : public Job {
   bool keep_answer = false;  // until Take
 
   const JobSpec& spec() const override { return spec_; }
+  // Its name in the log of a fake device.
+  virtual uint32_t tag() const { return 0; }
 
   void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
     Check(dones_++ == 0);
@@ -216,6 +222,9 @@ class TestJob final : public CheckedJob {
     int device = kAnyDevice;
   };
 
+  // Of an answered job with a head: the device whose copy it saw.
+  int head_device() const { return head_device_; }
+
   explicit TestJob(const Shape& shape) : shape_(shape) {
     spec_.key = {.op = &kDigest,
                  .dtype = DType::kF32,
@@ -232,6 +241,8 @@ class TestJob final : public CheckedJob {
     spec_.size = SizeOfJob(spec_);
     if (shape.placed) Place();
   }
+
+  uint32_t tag() const override { return shape_.tag; }
 
   absl::Span<const RowsPlace> places() const override {
     return absl::MakeConstSpan(&place_, shape_.placed ? 1 : 0);
@@ -274,6 +285,16 @@ class TestJob final : public CheckedJob {
     return row;
   }
 
+  uint32_t ScaleOn(int device) const {
+    return static_cast<uint32_t>(shape_.head->view(device).scale);
+  }
+  // Any device, where none has this scale.
+  int DeviceOf(uint32_t scale) const {
+    int device = static_cast<int>(shape_.head->copies().size()) - 1;
+    while (device > 0 && ScaleOn(device) != scale) --device;
+    return device;
+  }
+
   bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
     const auto rows = static_cast<size_t>(spec_.rows());
     if (outputs.size() != 3 || outputs[0].size() != rows * 8 ||
@@ -287,11 +308,14 @@ class TestJob final : public CheckedJob {
       const uint64_t sum = Checksum(bytes, row.size() * 4);
       if (std::memcmp(outputs[0].data() + r * 8, &sum, 8) != 0) return false;
       uint32_t tag = shape_.tag;
-      if (shape_.head != nullptr) tag += static_cast<uint32_t>(shape_.head->view().scale);
       for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
         tag += Note(static_cast<int64_t>(r) * shape_.notes_per_row + n);
       }
-      if (std::memcmp(outputs[2].data() + r * 4, &tag, 4) != 0) return false;
+      uint32_t seen;
+      std::memcpy(&seen, outputs[2].data() + r * 4, 4);
+      if (shape_.head != nullptr && r == 0) head_device_ = DeviceOf(seen - tag);
+      if (shape_.head != nullptr) tag += ScaleOn(head_device_);
+      if (seen != tag) return false;
       for (int32_t e = 0; e < shape_.entries_per_row; ++e) {
         const uint32_t want = EntryOf(bytes, spec_.key.row_elements, e);
         const size_t at = r * static_cast<size_t>(shape_.entries_per_row) + static_cast<size_t>(e);
@@ -317,6 +341,7 @@ class TestJob final : public CheckedJob {
   }
 
   const Shape shape_;
+  mutable std::atomic<int> head_device_ = 0;
   std::vector<std::byte> elsewhere_;
   RowsPlace place_;
   std::atomic<int> copies_ = 0;
