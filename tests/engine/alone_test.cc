@@ -2,9 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <random>
 #include <thread>
-#include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/engine/engine_fixture.h"
@@ -110,42 +108,6 @@ TEST_F(EngineAloneTest, ALostDeviceEndsTheJobThatFoundIt) {
   EXPECT_TRUE(absl::IsUnavailable(Alone()->Wait()));
   EXPECT_EQ(owner_told_, 1);
   EXPECT_TRUE(absl::IsUnavailable(Alone()->Wait()));
-}
-
-// A few threads with one job each at a time: streams are lent, and not, in all orders.
-TEST_F(EngineAloneTest, LoansComeAndGo) {
-  Warm();
-  constexpr int kThreads = 3;
-  constexpr int kJobs = 300;
-  std::atomic<int> here = 0;
-  std::vector<std::thread> threads;
-  for (uint32_t t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      std::minstd_rand random(t + 1);
-      for (int i = 0; i < kJobs; ++i) {
-        auto job = std::make_shared<TestJob>(TestJob::Shape{.caller = {.id = t}});
-        std::thread::id ran_on;
-        job->on_done = [&ran_on](const absl::Status&) { ran_on = std::this_thread::get_id(); };
-        if (random() % 3 == 0) {
-          engine_->Submit(job);
-        } else {
-          engine_->SubmitAlone(job, [] {});
-        }
-        if (random() % 8 == 0) engine_->Cancel(*job);
-        const absl::Status status = job->Wait();
-        ASSERT_TRUE(status.ok() || absl::IsCancelled(status)) << status;
-        ASSERT_FALSE(job->misused());
-        if (ran_on == std::this_thread::get_id()) ++here;
-        for (uint32_t pause = random() % 4 == 0 ? random() % 100 : 0; pause > 0; --pause) {
-          std::this_thread::yield();
-        }
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  WaitIdle();
-  EXPECT_GT(here, 0);
-  EXPECT_LT(here, kThreads * kJobs);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <memory>
 #include <string_view>
 #include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -20,15 +22,18 @@
 namespace logitd::engine {
 
 // Devices have the numbers 10, 11, ... At its end each job has got Done once, and no slab is left.
-class EngineFixture : public ::testing::Test {
+template <typename Device>
+class EngineFixtureOn : public ::testing::Test {
  protected:
   // The engine logs what devices do wrong. Here they do so on purpose.
-  EngineFixture() { spdlog::set_level(spdlog::level::off); }
-  ~EngineFixture() override {
+  EngineFixtureOn() { spdlog::set_level(spdlog::level::off); }
+  ~EngineFixtureOn() override {
     for (const auto& backend : backends_) backend->Release();
     for (const auto& job : jobs_) job->Take();
     engine_.reset();
-    for (const auto& backend : backends_) EXPECT_EQ(backend->live_slabs(), 0);
+    if constexpr (std::is_same_v<Device, FakeBackend>) {
+      for (const auto& backend : backends_) EXPECT_EQ(backend->live_slabs(), 0);
+    }
     for (const auto& job : jobs_) {
       EXPECT_EQ(job->dones(), 1);
       EXPECT_FALSE(job->misused());
@@ -36,18 +41,23 @@ class EngineFixture : public ::testing::Test {
     }
   }
 
-  void Start(EngineOptions options = SmallOptions(kAllTestOps), int devices = 1) {
+  void Start(EngineOptions options = SmallOptions(kAllTestOps), int devices = 1,
+             const ShardOptions& shards = {}) {
     std::vector<Backend*> backends;
     std::vector<int> numbers;
     for (int i = 0; i < devices; ++i) {
       numbers.push_back(10 + i);
-      backends_.push_back(std::make_unique<FakeBackend>(
-          DeviceInfo{.backend = "fake", .number = 10 + i, .name = "fake"}));
-      backends_.back()->UseClock(&clock_);
+      DeviceInfo info = {.backend = "fake", .number = 10 + i, .name = "fake"};
+      if constexpr (std::is_same_v<Device, FakeBackend>) {
+        backends_.push_back(std::make_unique<Device>(info));
+        backends_.back()->UseClock(&clock_);
+      } else {
+        backends_.push_back(std::make_unique<Device>(info.number));
+      }
       backends.push_back(backends_.back().get());
     }
     metrics_ = std::make_unique<Metrics>(kOpNames, numbers);
-    devices_ = std::make_shared<Devices>(backends);
+    devices_ = std::make_shared<Devices>(backends, NumaNodes(), shards);
     options.clock = &clock_;
     engine_ = Engine::Create(devices_, options, metrics_.get(), [this](const absl::Status& cause) {
                 EXPECT_TRUE(absl::IsInternal(cause)) << cause;
@@ -75,18 +85,20 @@ class EngineFixture : public ::testing::Test {
     };
     while (held() < streams) std::this_thread::yield();
   }
-  FakeBackend& device(int i = 0) { return *backends_[static_cast<size_t>(i)]; }
+  Device& device(int i = 0) { return *backends_[static_cast<size_t>(i)]; }
   size_t Ran(int i) { return device(i).log().size(); }
 
   static constexpr std::string_view kOpNames[] = {"digest", "shift"};
   ManualClock clock_;
-  std::vector<std::unique_ptr<FakeBackend>> backends_;
+  std::vector<std::unique_ptr<Device>> backends_;
   std::unique_ptr<Metrics> metrics_;
   std::shared_ptr<Devices> devices_;
   std::atomic<int> owner_told_ = 0;
   std::vector<std::shared_ptr<CheckedJob>> jobs_;
   std::unique_ptr<Engine> engine_;
 };
+
+using EngineFixture = EngineFixtureOn<FakeBackend>;
 
 }  // namespace logitd::engine
 

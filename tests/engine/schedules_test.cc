@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
-#include <random>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "gtest/gtest.h"
+#include "tests/engine/random_jobs.h"
 #include "tests/engine/world.h"
 
 namespace logitd::engine {
@@ -57,9 +57,9 @@ TEST(SchedulesTest, EverySequenceOfEvents) {
   SetName("");
 }
 
-class Schedule {
+class Schedule : RandomJobs {
  public:
-  explicit Schedule(uint32_t seed) : random_(seed) {}
+  explicit Schedule(uint32_t seed) : RandomJobs(seed) {}
 
   void Run() {
     World world({.devices = 1 + Below(3),
@@ -67,88 +67,47 @@ class Schedule {
                  .slabs = 1 + Below(3),
                  .max_rows = 100,
                  .delay = absl::Milliseconds(Below(4) == 0 ? 3 : 0)});
-    const bool may_lose = Below(3) == 0;
+    const bool may_lose = OneIn(3);
     for (int step = 0; step < 120; ++step) Step(world, may_lose);
     world.Drain();
   }
 
  private:
-  int Below(int n) { return static_cast<int>(random_() % static_cast<uint32_t>(n)); }
-  bool OneIn(int n) { return Below(n) == 0; }
-
   void Step(World& world, bool may_lose) {
     const int stream = Below(world.streams());
-    const auto job = [&] { return static_cast<size_t>(Below(static_cast<int>(world.jobs()))); };
-    switch (Below(14)) {
-      case 0:
-      case 1:
-      case 2:
-        return Submit(world);
-      case 3:
-        return SubmitExclusive(world);
-      case 4:
-      case 5:
-      case 6:
-        world.Take(stream);
-        return;
-      case 7:
-      case 8:
-        world.RunSlice(stream);
-        if (!OneIn(4)) world.GiveBack(stream);
-        return;
-      case 9:
-        return world.GiveBack(stream);
-      case 10:
-        if (world.jobs() > 0) world.Cancel(job());
-        return;
-      case 11:
-        if (world.jobs() > 0) world.Drop(job());
-        return;
-      case 12:
-        world.Advance(absl::Milliseconds(Below(5)));
-        if (OneIn(2)) world.MakeDue();
-        return world.Settle();
-      default:
-        return Fail(world, may_lose);
+    const int what = Below(14);
+    if (what < 4 || world.jobs() == 0) return Submit(world);
+    const auto job = static_cast<size_t>(Below(static_cast<int>(world.jobs())));
+    if (what < 7) {
+      world.Take(stream);
+    } else if (what < 9) {
+      world.RunSlice(stream);
+      if (!OneIn(4)) world.GiveBack(stream);
+    } else if (what == 9) {
+      world.GiveBack(stream);
+    } else if (what == 10) {
+      world.Cancel(job);
+    } else if (what == 11) {
+      world.Drop(job);
+    } else if (what == 12) {
+      world.Advance(absl::Milliseconds(Below(5)));
+      if (OneIn(2)) world.MakeDue();
+      world.Settle();
+    } else {
+      Fail(world, may_lose);
     }
   }
 
-  Caller AnyCaller() {
-    return {.id = static_cast<uint64_t>(Below(3)),
-            .weight = 1.0 + Below(2),
-            .priority = OneIn(4) ? Priority::kBatch : Priority::kInteractive};
-  }
-  absl::Time AnyDeadline(const World& world) {
-    return world.now() + (OneIn(3) ? absl::Milliseconds(Below(40) - 1) : absl::InfiniteDuration());
-  }
-
   void Submit(World& world) {
-    TestJob::Shape shape{.tag = static_cast<uint32_t>(world.jobs()) + 1,
-                         .row_elements = 4 + Below(2),
-                         .rows = 1 + (OneIn(4) ? Below(100) : Below(4)),
-                         .entries_per_row = Below(3),
-                         .notes_per_row = Below(2),
-                         .deadline = AnyDeadline(world),
-                         .caller = AnyCaller(),
-                         .whole = OneIn(8)};
+    TestJob::Shape shape{.tag = static_cast<uint32_t>(world.jobs()) + 1};
     if (OneIn(4)) {
       shape.head = world.HeadOf(1 + Below(2), /*sharded=*/world.devices() > 1 && OneIn(2));
     } else if (OneIn(4)) {
       shape.placed = true;
       shape.device = Below(world.devices());
     }
-    world.Submit(shape);
-  }
-
-  void SubmitExclusive(World& world) {
-    world.Submit(ShiftJob::Shape{.tag = static_cast<uint32_t>(world.jobs()) + 1,
-                                 .rows = 1 + Below(30),
-                                 .notes = Below(4),
-                                 .in_place = OneIn(2),
-                                 .keep = OneIn(2),
-                                 .placed = OneIn(3),
-                                 .caller = AnyCaller(),
-                                 .deadline = AnyDeadline(world)});
+    world.Submit(Next(shape, /*most_rows=*/100, world.now() - absl::Milliseconds(1),
+                      absl::Milliseconds(40)));
   }
 
   void Fail(World& world, bool may_lose) {
@@ -160,8 +119,6 @@ class Schedule {
         Below(world.devices()), kPoints[Below(3)],
         may_lose && OneIn(3) ? absl::InternalError("sticky") : absl::UnavailableError("hiccup"));
   }
-
-  std::minstd_rand random_;
 };
 
 TEST(SchedulesTest, RandomSequencesOfEvents) {

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -17,23 +16,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/shards.h"
-#include "server/engine/devices.h"
-#include "server/engine/engine.h"
 #include "server/engine/heads.h"
-#include "server/engine/metrics.h"
-#include "spdlog/spdlog.h"
-#include "tests/engine/test_job.h"
+#include "tests/engine/engine_fixture.h"
 #include "tests/shard_backend.h"
 
 namespace logitd::engine {
 namespace {
 
 using ::testing::HasSubstr;
-
-[[maybe_unused]] const bool kQuiet = [] {
-  spdlog::set_level(spdlog::level::off);
-  return true;
-}();
 
 constexpr int64_t kVocab = 3000;
 constexpr int64_t kHidden = 4;
@@ -62,7 +52,6 @@ const OpTraits kTop1 = {.name = "top1",
                                                              .logsumexp = batch.Out(kOutLogsumexp),
                                                              .status = batch.Out(kOutStatus)}});
                         }};
-constexpr std::string_view kOpNames[] = {"top1"};
 
 // Of all tokens kLast has the largest weight and kFirst the least. They are on different devices.
 constexpr int32_t kFirst = 5;
@@ -108,45 +97,18 @@ class TopJob final : public CheckedJob {
   const std::shared_ptr<const Head> head_;
 };
 
-// ---- The fixture: devices 10, 11, 12 with one stream each
-
-class ShardedTest : public ::testing::Test {
+// Three devices with one stream each.
+class ShardedTest : public EngineFixtureOn<ShardBackend> {
  protected:
   static constexpr int kDevices = 3;
+  static constexpr const OpTraits* kOps[] = {&kTop1};
 
-  ShardedTest() {
-    std::vector<int> numbers;
-    for (int i = 0; i < kDevices; ++i) {
-      backends_.push_back(std::make_unique<ShardBackend>(10 + i));
-      numbers.push_back(10 + i);
-    }
-    metrics_ = std::make_unique<Metrics>(kOpNames, numbers);
-    UseDevices({});
-    sharded_ = MakeTestHead(true);
-    whole_ = MakeTestHead(false);
-    Start(1);
-  }
-  // Before Start.
-  void UseDevices(const ShardOptions& shards) {
-    std::vector<Backend*> backends;
-    for (const auto& backend : backends_) backends.push_back(backend.get());
-    devices_ = std::make_shared<Devices>(backends, NumaNodes(), shards);
-  }
-  void Start(int streams) {
-    engine_.reset();
+  void Start(int streams, const ShardOptions& shards = {}) {
     EngineOptions options = SmallOptions(kOps);
     options.streams = streams;
-    engine_ = Engine::Create(devices_, options, metrics_.get(), [this](const absl::Status&) {
-                lost_.fetch_add(1);
-              }).value();
-  }
-  ~ShardedTest() override {
-    for (const auto& backend : backends_) backend->Release();
-    engine_.reset();
-    for (const auto& job : jobs_) {
-      EXPECT_EQ(job->dones(), 1);
-      EXPECT_FALSE(job->misused());
-    }
+    EngineFixtureOn::Start(options, kDevices, shards);
+    sharded_ = MakeTestHead(true);
+    whole_ = MakeTestHead(false);
   }
 
   std::shared_ptr<const Head> MakeTestHead(bool sharded) {
@@ -154,14 +116,13 @@ class ShardedTest : public ::testing::Test {
     std::vector<Head::Copy> copies;
     for (int i = 0; i < kDevices; ++i) {
       const VocabShard part = sharded ? cut.at(i) : VocabShard{0, kVocab};
-      Backend* const backend = devices_->backend(i);
       const DeviceMemory memory =
-          backend->AllocateDevice(static_cast<size_t>(part.tokens * kHidden) * 4).value();
+          device(i).AllocateDevice(static_cast<size_t>(part.tokens * kHidden) * 4).value();
       auto* const weight = reinterpret_cast<float*>(memory.data);
       for (int64_t t = 0; t < part.tokens * kHidden; ++t) {
         weight[t] = t % kHidden == 0 ? Weight(part.first + t / kHidden) : 0;
       }
-      copies.push_back({.backend = backend,
+      copies.push_back({.backend = &device(i),
                         .memory = memory,
                         .view = {.weight = {weight, DType::kF32, part.tokens, kHidden, kHidden}}});
     }
@@ -171,28 +132,17 @@ class ShardedTest : public ::testing::Test {
   }
 
   std::shared_ptr<TopJob> Submit(const std::shared_ptr<const Head>& head, int64_t rows = 1) {
-    auto job = std::make_shared<TopJob>(head, rows);
-    jobs_.push_back(job);
-    engine_->Submit(job);
-    return job;
+    return EngineFixtureOn::Submit(std::make_shared<TopJob>(head, rows));
   }
-  bool Idle() { return engine_->WaitIdle(SteadyNow() + absl::Seconds(20)); }
-  ShardBackend& device(int i) { return *backends_[static_cast<size_t>(i)]; }
 
-  static constexpr const OpTraits* kOps[] = {&kTop1};
-  std::vector<std::unique_ptr<ShardBackend>> backends_;
-  std::unique_ptr<Metrics> metrics_;
-  std::shared_ptr<Devices> devices_;
   std::shared_ptr<const Head> sharded_;
   std::shared_ptr<const Head> whole_;
-  std::atomic<int> lost_ = 0;
-  std::vector<std::shared_ptr<TopJob>> jobs_;
-  std::unique_ptr<Engine> engine_;
 };
 
 TEST_F(ShardedTest, JobsOnWholeAndShardedHeadsAreAnsweredSideBySide) {
+  Start(1);
   for (int i = 0; i < 60; ++i) Submit(i % 3 == 0 ? whole_ : sharded_, 1 + i % 5);
-  EXPECT_TRUE(Idle());
+  WaitIdle();
   for (const auto& job : jobs_) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
   EXPECT_GT(device(0).partials(), 0);
   EXPECT_EQ(device(0).partials(), device(1).partials());
@@ -213,16 +163,17 @@ TEST_F(ShardedTest, TheStreamsOfTheFirstDeviceTakeTurns) {
     });
   }
   for (std::thread& caller : callers) caller.join();
-  EXPECT_TRUE(Idle());
+  WaitIdle();
 }
 
 TEST_F(ShardedTest, AShardThatFailsEndsItsBatchAndTheNextIsServed) {
+  Start(1);
   device(1).Fail(absl::UnavailableError("out of luck"));
   const absl::Status status = Submit(sharded_)->Wait();
   EXPECT_EQ(status, absl::UnavailableError("the device failed: out of luck"));
   device(1).Fail(absl::OkStatus());
   EXPECT_TRUE(Submit(sharded_, 5)->Wait().ok());
-  EXPECT_TRUE(Idle());
+  WaitIdle();
   EXPECT_EQ(devices_->left(), kDevices);
   const std::string page = Scrape(*metrics_);
   EXPECT_THAT(page, HasSubstr("logitd_device_errors_total{device=\"11\",kind=\"batch\"} 1"));
@@ -233,6 +184,7 @@ TEST_F(ShardedTest, AShardThatFailsEndsItsBatchAndTheNextIsServed) {
 }
 
 TEST_F(ShardedTest, ALostShardEndsAllWorkOnShardedHeadsAndNoOther) {
+  Start(1);
   device(1).Hold();
   const auto running = Submit(sharded_);
   device(1).WaitUntilHeld();
@@ -243,10 +195,10 @@ TEST_F(ShardedTest, ALostShardEndsAllWorkOnShardedHeadsAndNoOther) {
   EXPECT_EQ(waiting->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
   EXPECT_EQ(Submit(sharded_)->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
   EXPECT_TRUE(Submit(whole_)->Wait().ok());
-  EXPECT_TRUE(Idle());
+  WaitIdle();
   EXPECT_TRUE(devices_->lost(1));
   EXPECT_EQ(devices_->left(), kDevices - 1);
-  EXPECT_EQ(lost_, 0);
+  EXPECT_EQ(owner_told_, 0);
   EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_device_up{device=\"11\"} 0"));
 }
 
@@ -255,10 +207,7 @@ class ShardedRealTimeTest : public ShardedTest {
  protected:
   static constexpr absl::Duration kHangAfter = absl::Milliseconds(200);
 
-  void SetUp() override {
-    UseDevices({.hang_after = kHangAfter});
-    Start(1);
-  }
+  void SetUp() override { Start(1, {.hang_after = kHangAfter}); }
   // Loses the devices, which hold a slice.
   void Hang(const std::vector<int>& held) {
     EXPECT_TRUE(Submit(sharded_)->Wait().ok());
@@ -269,7 +218,7 @@ class ShardedRealTimeTest : public ShardedTest {
     EXPECT_THAT(running->Wait().ToString(), HasSubstr(kHangs));
     EXPECT_THAT(waiting->Wait().ToString(), HasSubstr(kHangs));
     for (int i = 0; i < 5; ++i) EXPECT_TRUE(Submit(whole_)->Wait().ok());
-    EXPECT_TRUE(Idle());
+    WaitIdle();
     const std::string page = Scrape(*metrics_);
     for (int i = 0; i < kDevices; ++i) {
       const bool lost = std::find(held.begin(), held.end(), i) != held.end();
@@ -279,7 +228,7 @@ class ShardedRealTimeTest : public ShardedTest {
       EXPECT_THAT(page, HasSubstr(absl::StrCat("logitd_device_errors_total{device=\"", 10 + i,
                                                "\",kind=\"lost\"} ", lost ? 1 : 0, "\n")));
     }
-    EXPECT_EQ(lost_, 0);
+    EXPECT_EQ(owner_told_, 0);
     engine_.reset();  // waits for no part that hangs
     for (const int i : held) {
       device(i).Fail(absl::InternalError("after all"));  // the slice's memory is gone
@@ -307,7 +256,7 @@ TEST_F(ShardedRealTimeTest, AShardMayTakeLongWhileAllDo) {
   EXPECT_FALSE(slow->status().has_value());
   for (int i = 0; i < kDevices; ++i) device(i).Release();
   EXPECT_TRUE(slow->Wait().ok());
-  EXPECT_TRUE(Idle());
+  WaitIdle();
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 #ifndef LOGITD_TESTS_ENGINE_SHIFT_JOB_H_
 #define LOGITD_TESTS_ENGINE_SHIFT_JOB_H_
 
-#include <cstring>
+#include <algorithm>
+#include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -79,7 +81,15 @@ class ShiftJob final : public CheckedJob {
     spec_.in_place = shape.in_place;
     spec_.call = &call_;
     spec_.size = SizeOfJob(spec_);
-    if (shape.placed) Place();
+    for (int64_t i = 0; i < spec_.counts[kShiftElements]; ++i) {
+      payload_.push_back(static_cast<uint32_t>(i) * 2654435761u + shape.tag);
+    }
+    for (int64_t i = 0; i < shape.notes; ++i) {
+      copied_.push_back(static_cast<uint32_t>(i) * 40503u + 7);
+      written_.push_back(static_cast<uint32_t>(i));
+    }
+    if (shape.placed) places_.push_back(PlaceOf(payload_, shape.rows));
+    if (shape.placed && shape.notes > 0) places_.push_back(PlaceOf(copied_, 1));
   }
 
   uint32_t tag() const override { return shape_.tag; }
@@ -89,67 +99,43 @@ class ShiftJob final : public CheckedJob {
   void CopyRowsTo(std::byte* dst, size_t row_stride) override {
     Check(row_stride == static_cast<size_t>(shape_.row_elements) * 4);
     if (shape_.placed) return;
-    for (int64_t i = 0; i < elements(); ++i) {
-      const uint32_t value = In(i);
-      std::memcpy(dst + i * 4, &value, 4);
-    }
     size_t offsets[kMaxArrays];
     LayOut(kShiftInputs, spec_.counts, static_cast<size_t>(spec_.rows()) * row_stride, offsets);
-    for (int64_t i = 0; i < shape_.notes; ++i) {
-      const uint32_t value = Note(i);
-      std::memcpy(dst + offsets[0] + i * 4, &value, 4);
-    }
+    std::ranges::copy(std::as_bytes(std::span(payload_)), dst);
+    std::ranges::copy(std::as_bytes(std::span(copied_)), dst + offsets[0]);
   }
 
   void WriteInputs(absl::Span<std::byte* const> inputs, const AxisCounts& first) override {
     Check(first == AxisCounts{});
-    for (int64_t i = 0; i < shape_.notes; ++i) {
-      const auto value = static_cast<uint32_t>(i);
-      std::memcpy(inputs[1] + i * 4, &value, 4);
-    }
+    std::ranges::copy(std::as_bytes(std::span(written_)), inputs[1]);
   }
 
  private:
-  int64_t elements() const { return shape_.rows * shape_.row_elements; }
-  uint32_t In(int64_t i) const { return static_cast<uint32_t>(i) * 2654435761u + shape_.tag; }
-  uint32_t Note(int64_t i) const { return static_cast<uint32_t>(i) * 40503u + 7; }
-
-  void Place() {
-    for (int64_t i = 0; i < elements(); ++i) payload_.push_back(In(i));
-    for (int64_t i = 0; i < shape_.notes; ++i) notes_.push_back(Note(i));
-    const auto place = [](const std::vector<uint32_t>& values, int64_t rows) {
-      const size_t row_bytes = values.size() * 4 / static_cast<size_t>(rows);
-      return RowsPlace{.data = reinterpret_cast<const std::byte*>(values.data()),
-                       .row_stride = row_bytes,
-                       .row_bytes = row_bytes,
-                       .rows = rows};
-    };
-    places_.push_back(place(payload_, shape_.rows));
-    if (shape_.notes > 0) places_.push_back(place(notes_, 1));
+  static RowsPlace PlaceOf(const std::vector<uint32_t>& values, int64_t rows) {
+    const size_t row_bytes = values.size() * 4 / static_cast<size_t>(rows);
+    return {.data = reinterpret_cast<const std::byte*>(values.data()),
+            .row_stride = row_bytes,
+            .row_bytes = row_bytes,
+            .rows = rows};
   }
 
   bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
-    if (outputs.size() != 2 || outputs[0].size() != static_cast<size_t>(elements()) * 4 ||
-        outputs[1].size() != static_cast<size_t>(shape_.rows) * 8) {
-      return false;
+    std::vector<uint32_t> shifted;
+    for (const uint32_t value : payload_) {
+      const size_t n = copied_.empty() ? 0 : shifted.size() % copied_.size();
+      const uint32_t note = copied_.empty() ? 0 : copied_[n] ^ written_[n];
+      shifted.push_back(value + shape_.tag + note);
     }
-    for (int64_t i = 0; i < elements(); ++i) {
-      const int64_t n = shape_.notes == 0 ? 0 : i % shape_.notes;
-      const uint32_t note = shape_.notes == 0 ? 0 : Note(n) ^ static_cast<uint32_t>(n);
-      const uint32_t want = In(i) + shape_.tag + note;
-      if (std::memcmp(outputs[0].data() + i * 4, &want, 4) != 0) return false;
-    }
-    for (int64_t r = 0; r < shape_.rows; ++r) {
-      const uint64_t want = static_cast<uint64_t>(r) + shape_.tag;
-      if (std::memcmp(outputs[1].data() + r * 8, &want, 8) != 0) return false;
-    }
-    return true;
+    std::vector<uint64_t> numbers(static_cast<size_t>(shape_.rows));
+    std::iota(numbers.begin(), numbers.end(), uint64_t{shape_.tag});
+    return outputs.size() == 2 && Equal(shifted, outputs[0]) && Equal(numbers, outputs[1]);
   }
 
   const Shape shape_;
   const ShiftCall call_;
   std::vector<uint32_t> payload_;
-  std::vector<uint32_t> notes_;
+  std::vector<uint32_t> copied_;  // the first input, and the second
+  std::vector<uint32_t> written_;
   std::vector<RowsPlace> places_;
 };
 

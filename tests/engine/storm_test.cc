@@ -14,6 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/engine/engine_fixture.h"
+#include "tests/engine/random_jobs.h"
 
 namespace logitd::engine {
 namespace {
@@ -30,6 +31,7 @@ struct Storm {
   int last_lost_after = 0;
   int second_last_lost_after = 0;
   bool stop_in_the_middle = false;
+  bool loans = false;  // threads have one job each at a time, mostly by SubmitAlone
 };
 
 void PrintTo(const Storm& storm, std::ostream* out) { *out << storm.name; }
@@ -71,50 +73,31 @@ class StormTest : public EngineFixture,
 
   // What one thread does.
   void SubmitAll(uint32_t thread, std::vector<std::shared_ptr<CheckedJob>>& jobs) {
-    std::mt19937 random(seed_ * 1000 + thread);
-    const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
-    for (uint32_t i = 0; i < kJobs; ++i) {
-      const uint32_t tag = 1 + thread * kJobs + i;
-      const Caller caller = {.id = below(3),
-                             .weight = 1.0 + below(2),
-                             .priority = below(4) == 0 ? Priority::kBatch : Priority::kInteractive};
-      const absl::Time deadline = clock_.Now() + (below(6) == 0 ? absl::Microseconds(below(2000))
-                                                                : absl::InfiniteDuration());
-      if (below(4) == 0) {
-        jobs.push_back(std::make_shared<ShiftJob>(
-            ShiftJob::Shape{.tag = tag,
-                            .rows = 1 + static_cast<int64_t>(below(10)),
-                            .row_elements = 1 + static_cast<int64_t>(below(5)),
-                            .notes = static_cast<int64_t>(below(6)),
-                            .in_place = below(2) == 0,
-                            .keep = below(3) != 0,
-                            .caller = caller,
-                            .deadline = deadline}));
+    RandomJobs random(seed_ * 1000 + thread);
+    for (int i = 0; i < kJobs; ++i) {
+      const auto at = static_cast<size_t>(random.Below(i + 1));
+      jobs.push_back(random.Next({.tag = 1 + thread * kJobs + static_cast<uint32_t>(i)},
+                                 /*most_rows=*/10, clock_.Now(), absl::Milliseconds(2)));
+      if (storm_.loans && !random.OneIn(3)) {
+        engine_->SubmitAlone(jobs.back(), [this] { ++lent_; });
       } else {
-        jobs.push_back(std::make_shared<TestJob>(
-            TestJob::Shape{.tag = tag,
-                           .row_elements = 3 + below(3),
-                           .rows = 1 + below(storm_.slices && below(4) == 0 ? 16 : 5),
-                           .entries_per_row = static_cast<int32_t>(below(3)),
-                           .notes_per_row = static_cast<int32_t>(below(3)),
-                           .deadline = deadline,
-                           .caller = caller,
-                           .whole = below(9) == 0}));
+        engine_->Submit(jobs.back());
       }
-      engine_->Submit(jobs[i]);
-      if (below(4) == 0) engine_->Cancel(*jobs[below(i + 1)]);
+      if (random.OneIn(4)) engine_->Cancel(*jobs[at]);
+      if (storm_.loans) jobs.back()->Wait().IgnoreError();
       // Answers go back later, on another thread, or at the end.
-      for (size_t k = below(4) == 0 ? 0 : i; k < i; ++k) {
+      for (size_t k = random.OneIn(4) ? 0 : jobs.size(); k < jobs.size(); ++k) {
         jobs[k]->Wait().IgnoreError();
         jobs[k]->Take();
       }
-      if (below(8) == 0) clock_.Advance(absl::Microseconds(below(300)));
+      if (random.OneIn(8)) clock_.Advance(absl::Microseconds(random.Below(300)));
     }
   }
 
   const Storm storm_ = std::get<0>(GetParam());
   const uint32_t seed_ = std::get<1>(GetParam());
   std::atomic<int> calls_ = 0;
+  std::atomic<int> lent_ = 0;
 };
 
 TEST_P(StormTest, EveryJobEndsOnceAndRight) {
@@ -165,6 +148,8 @@ TEST_P(StormTest, EveryJobEndsOnceAndRight) {
   EXPECT_GE(could_keep, serves && storm_.devices == 1 ? kThreads * kJobs / 64 : 0);
   const bool may_fail = storm_.unavailable > 0 || storm_.last_lost_after > 0;
   EXPECT_EQ(ends[absl::StatusCode::kUnavailable] > 0, may_fail || storm_.stop_in_the_middle);
+  EXPECT_EQ(lent_ > 0, storm_.loans);
+  EXPECT_LT(lent_, kThreads * kJobs);
   EXPECT_EQ(owner_told_, devices_->left() == 0 ? 1 : 0);
   EXPECT_EQ(devices_->left(), storm_.devices - (storm_.last_lost_after > 0 ? 1 : 0) -
                                   (storm_.second_last_lost_after > 0 ? 1 : 0));
@@ -181,6 +166,7 @@ INSTANTIATE_TEST_SUITE_P(
                           Storm{.name = "hiccups_in_slices", .slices = true, .unavailable = 0.03},
                           Storm{.name = "lost", .unavailable = 0.01, .last_lost_after = 100},
                           Storm{.name = "stopped", .stop_in_the_middle = true},
+                          Storm{.name = "loans", .loans = true},
                           Storm{.name = "one_of_three_lost", .devices = 3, .last_lost_after = 150},
                           Storm{.name = "two_of_three_lost",
                                 .devices = 3,

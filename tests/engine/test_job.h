@@ -2,6 +2,7 @@
 #ifndef LOGITD_TESTS_ENGINE_TEST_JOB_H_
 #define LOGITD_TESTS_ENGINE_TEST_JOB_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -104,6 +106,10 @@ class CheckedJob : public Job {
   virtual bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const = 0;
   void Check(bool condition) {
     if (!condition) misused_ = true;
+  }
+  template <typename T>
+  static bool Equal(const std::vector<T>& want, absl::Span<const std::byte> got) {
+    return std::ranges::equal(std::as_bytes(std::span(want)), got);
   }
 
   JobSpec spec_;
@@ -296,33 +302,29 @@ class TestJob final : public CheckedJob {
   }
 
   bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
-    const auto rows = static_cast<size_t>(spec_.rows());
-    if (outputs.size() != 3 || outputs[0].size() != rows * 8 ||
-        outputs[1].size() != static_cast<size_t>(spec_.counts[kDigestEntries]) * 4 ||
-        outputs[2].size() != rows * 4) {
-      return false;
-    }
-    for (size_t r = 0; r < rows; ++r) {
-      const std::vector<uint32_t> row = Row(static_cast<int64_t>(r));
+    std::vector<uint64_t> sums;
+    std::vector<uint32_t> entries;
+    std::vector<uint32_t> tags;
+    for (int64_t r = 0; r < spec_.rows(); ++r) {
+      const std::vector<uint32_t> row = Row(r);
       const auto* bytes = reinterpret_cast<const std::byte*>(row.data());
-      const uint64_t sum = Checksum(bytes, row.size() * 4);
-      if (std::memcmp(outputs[0].data() + r * 8, &sum, 8) != 0) return false;
-      uint32_t tag = shape_.tag;
-      for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
-        tag += Note(static_cast<int64_t>(r) * shape_.notes_per_row + n);
-      }
-      uint32_t seen;
-      std::memcpy(&seen, outputs[2].data() + r * 4, 4);
-      if (shape_.head != nullptr && r == 0) head_device_ = DeviceOf(seen - tag);
-      if (shape_.head != nullptr) tag += ScaleOn(head_device_);
-      if (seen != tag) return false;
+      sums.push_back(Checksum(bytes, row.size() * 4));
       for (int32_t e = 0; e < shape_.entries_per_row; ++e) {
-        const uint32_t want = EntryOf(bytes, spec_.key.row_elements, e);
-        const size_t at = r * static_cast<size_t>(shape_.entries_per_row) + static_cast<size_t>(e);
-        if (std::memcmp(outputs[1].data() + at * 4, &want, 4) != 0) return false;
+        entries.push_back(EntryOf(bytes, spec_.key.row_elements, e));
+      }
+      tags.push_back(shape_.tag);
+      for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
+        tags.back() += Note(r * shape_.notes_per_row + n);
       }
     }
-    return true;
+    if (shape_.head != nullptr && outputs.size() == 3 && outputs[2].size() == tags.size() * 4) {
+      uint32_t seen;
+      std::memcpy(&seen, outputs[2].data(), sizeof(seen));
+      head_device_ = DeviceOf(seen - tags[0]);
+      for (uint32_t& tag : tags) tag += ScaleOn(head_device_);
+    }
+    return outputs.size() == 3 && Equal(sums, outputs[0]) && Equal(entries, outputs[1]) &&
+           Equal(tags, outputs[2]);
   }
 
   void Place() {

@@ -18,11 +18,10 @@ bool Number(absl::string_view word, absl::string_view key, int* number) {
   return absl::StartsWith(word, key) && absl::SimpleAtoi(word.substr(key.size()), number);
 }
 
-int NumberOr(const std::vector<std::string>& words, size_t index, int otherwise) {
-  int number = otherwise;
-  if (index < words.size() && !absl::SimpleAtoi(words[index], &number))
-    ADD_FAILURE() << words[index];
-  return number;
+// A step's number. 0: it has none.
+int NumberOf(const std::vector<std::string>& words) {
+  int number = 0;
+  return words.size() > 1 && absl::SimpleAtoi(words[1], &number) ? number : 0;
 }
 
 int64_t CountOf(RunningBatches& batches, Batch::State state, auto counts) {
@@ -104,12 +103,9 @@ void World::Run(absl::string_view script) {
     SCOPED_TRACE(step);
     ASSERT_FALSE(words.empty());
     int times = 0;
-    if (absl::SimpleAtoi(words[0], &times)) {
-      words.erase(words.begin());
-    } else {
-      times = 1;
-    }
-    for (int i = 0; i < times; ++i) {
+    const bool repeats = absl::SimpleAtoi(words[0], &times);
+    if (repeats) words.erase(words.begin());
+    for (int i = 0; i < (repeats ? times : 1); ++i) {
       Step(words);
       Settle();
     }
@@ -118,39 +114,39 @@ void World::Run(absl::string_view script) {
 
 void World::Step(const std::vector<std::string>& words) {
   const std::string& verb = words[0];
-  if (verb == "take") {
-    EXPECT_TRUE(Take(NumberOr(words, 1, 0)));
+  const int number = NumberOf(words);
+  if (verb == "take" || verb == "none") {
+    EXPECT_EQ(Take(number), verb == "take");
   } else if (verb == "try") {
-    Take(NumberOr(words, 1, 0));
-  } else if (verb == "none") {
-    EXPECT_FALSE(Take(NumberOr(words, 1, 0)));
+    Take(number);
   } else if (verb == "end") {
-    RunSlice(NumberOr(words, 1, 0));
-    GiveBack(NumberOr(words, 1, 0));
+    RunSlice(number);
+    GiveBack(number);
   } else if (verb == "run" && words.size() == 1) {
     Drain();
   } else if (verb == "run") {
-    for (int i = 0; i < NumberOr(words, 1, 0); ++i) {
+    for (int i = 0; i < number; ++i) {
       RunSlice(i % streams());
       GiveBack(i % streams());
       EXPECT_TRUE(Take(i % streams()));
     }
   } else if (verb == "pass" || verb == "late") {
-    Advance(absl::Milliseconds(NumberOr(words, 1, 0)));
+    Advance(absl::Milliseconds(number));
     if (verb == "pass") MakeDue();
   } else if (verb == "cancel") {
     Cancel(Find(words.at(1)[0]));
   } else if (verb == "drop") {
     Drop(Find(words.at(1)[0]));
   } else if (verb == "lose") {
-    Lose(NumberOr(words, 1, 0));
+    Lose(number);
   } else if (verb == "close") {
     Close();
   } else if (verb == "fail") {
+    const std::string& where = words.at(1);
     Fail(0,
-         words.at(1) == "upload" ? FaultPoint::kUpload
-         : words.at(1) == "op"   ? FaultPoint::kOp
-                                 : FaultPoint::kWait,
+         where == "upload" ? FaultPoint::kUpload
+         : where == "op"   ? FaultPoint::kOp
+                           : FaultPoint::kWait,
          words.at(2) == "internal" ? absl::InternalError("sticky")
                                    : absl::UnavailableError("hiccup"));
   } else {
@@ -198,13 +194,13 @@ void World::SubmitWords(const std::vector<std::string>& words) {
       ASSERT_TRUE(!exclusive || words[1] == "alone") << word;
     }
   }
-  if (!exclusive) return Submit(shape);
+  if (!exclusive) return Submit(std::make_shared<TestJob>(shape));
   alone.rows = shape.rows;
   alone.row_elements = shape.row_elements;
   alone.placed = shape.placed;
   alone.caller = shape.caller;
   alone.deadline = shape.deadline;
-  Submit(alone);
+  Submit(std::make_shared<ShiftJob>(alone));
 }
 
 size_t World::Find(char name) const {
@@ -415,15 +411,15 @@ void World::CheckRoom(const Batch& batch, int device) {
   const int64_t at_work =
       CountOf(running, State::kRunning, here) + CountOf(running, State::kPaused, here);
   if (running.FreeBatch(device) == nullptr && at_work > 1) {
-    const JobSpec& spec = batch.slots.front().job->spec();
-    ASSERT_EQ(spec.caller.priority, Priority::kInteractive) << "batch work has the last slab";
-    // Rows of a kind that never ran may be estimated to take 0.8 kRow.
-    const int64_t most = options_.streams * options_.slabs == 2 ? 63 : 15;
-    ASSERT_TRUE(spec.rows() <= most || spec.key.op != &kDigest) << "long work has the last slab";
+    const Slot& first = batch.slots.front();
+    ASSERT_EQ(first.job->spec().caller.priority, Priority::kInteractive)
+        << "batch work has the last slab";
+    const int64_t most = kRowNs * (options_.streams * options_.slabs == 2 ? 50 : 10);
+    ASSERT_LE(first.cost_ns, static_cast<double>(most)) << "long work has the last slab";
   }
-  const auto slow = [&](const Batch& other) {
+  const auto slow = [&](const Batch& other) {  // by its estimate, and in truth
     return other.whole && other.rows > 50 && !running.lost(other.device) &&
-           other.key.op == &kDigest;
+           other.slots.front().cost_ns > 50.0 * kRowNs;
   };
   if (!slow(batch)) return;
   const auto slow_here = [&](const Batch& other) { return here(other) && slow(other); };

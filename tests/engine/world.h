@@ -66,8 +66,7 @@ class World {
   TestJob& job(char name) const { return static_cast<TestJob&>(*jobs_.at(Find(name)).job); }
   ShiftJob& shift_job(char name) const { return static_cast<ShiftJob&>(*jobs_.at(Find(name)).job); }
 
-  void Submit(const TestJob::Shape& shape) { Submit(std::make_shared<TestJob>(shape)); }
-  void Submit(const ShiftJob::Shape& shape) { Submit(std::make_shared<ShiftJob>(shape)); }
+  void Submit(std::shared_ptr<CheckedJob> job);
   // The stream begins a slice. False: it runs one, or there is nothing for it.
   bool Take(int stream);
   // Two steps of a slice: it ends, with Done of its jobs if it was the last; the stream gives its batch back.
@@ -110,7 +109,6 @@ class World {
 
   static EngineOptions EngineOptionsOf(const Options& options);
   std::vector<Slab> MakeDevices();
-  void Submit(std::shared_ptr<CheckedJob> job);
   void Step(const std::vector<std::string>& words);
   void SubmitWords(const std::vector<std::string>& words);
   size_t Find(char name) const;
