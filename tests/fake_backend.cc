@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/time/time.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
@@ -17,14 +18,20 @@ void Require(bool condition, const char* what) {
   std::abort();
 }
 
+FakeBackend::~FakeBackend() {
+  while (!slabs_.empty()) FreeSlab(Slab(slabs_.back()));
+}
+
 absl::StatusOr<Slab> FakeBackend::AllocateSlab(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (live_slabs_ == max_slabs_) return absl::ResourceExhaustedError("no memory for a slab");
-  ++live_slabs_;
+  if (static_cast<int>(slabs_.size()) == max_slabs_) {
+    return absl::ResourceExhaustedError("no memory for a slab");
+  }
   Slab slab{.host = static_cast<std::byte*>(std::malloc(bytes)), .bytes = bytes};
   std::memset(slab.host, 0xA5, bytes);
   slab.device = info_.is_host ? slab.host : static_cast<std::byte*>(std::malloc(bytes));
   if (!info_.is_host) std::memset(slab.device, 0x5A, bytes);
+  slabs_.push_back(slab);
   return slab;
 }
 
@@ -33,7 +40,7 @@ void FakeBackend::FreeSlab(const Slab& slab) {
   Require(!IsFilling(slab.host, slab.bytes), "a slab is freed while a copy from it is under way");
   if (slab.device != slab.host) std::free(slab.device);
   std::free(slab.host);
-  --live_slabs_;
+  std::erase_if(slabs_, [&](const Slab& live) { return live.host == slab.host; });
 }
 
 bool FakeBackend::IsFilling(const std::byte* memory, size_t bytes) {
@@ -117,7 +124,7 @@ std::vector<FakeBackend::Ran> FakeBackend::log() {
 
 int FakeBackend::live_slabs() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return live_slabs_;
+  return static_cast<int>(slabs_.size());
 }
 
 void FakeBackend::Log(Ran ran) {
@@ -135,7 +142,11 @@ absl::Status FakeBackend::Reach(FaultPoint point, int64_t rows) {
     --held_;
     if (point == FaultPoint::kOp) pause = op_time_ + rows * row_time_;
   }
-  if (pause.count() > 0) std::this_thread::sleep_for(pause);
+  if (pause.count() > 0 && clock_ != nullptr) {
+    clock_->Advance(absl::FromChrono(pause));
+  } else if (pause.count() > 0) {
+    std::this_thread::sleep_for(pause);
+  }
   if (faults_) LOGITD_RETURN_IF_ERROR(faults_(point));
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = next_faults_.begin(); it != next_faults_.end(); ++it) {
@@ -208,8 +219,8 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
       return fill.stream == this;
     });
   }
-  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kWait));
   const auto kernel = std::exchange(rows_time_, std::chrono::nanoseconds(0)).count();
+  LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kWait));
   return StreamTimes{.h2d_ns = 1, .kernel_ns = 2 + kernel, .d2h_ns = 3};
 }
 

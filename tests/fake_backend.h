@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "tests/manual_clock.h"
 
 namespace logitd {
 
@@ -42,6 +43,8 @@ class FakeBackend final : public Backend {
 
   explicit FakeBackend(DeviceInfo info = {.backend = "fake", .name = "fake"})
       : info_(std::move(info)) {}
+  // Frees slabs that are left.
+  ~FakeBackend() override;
 
   const DeviceInfo& device() const override { return info_; }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override;
@@ -63,6 +66,8 @@ class FakeBackend final : public Backend {
   // Every op takes this long, and this much more for each of its rows. Streams report the latter.
   void SetOpTime(std::chrono::microseconds time);
   void SetRowTime(std::chrono::microseconds time);
+  // These times pass on `clock`, without a sleep. Set before any stream runs.
+  void UseClock(ManualClock* clock) { clock_ = clock; }
   // The next thread to reach `point` fails there with `status`.
   void FailNext(FaultPoint point, absl::Status status);
   // Asked at every point; wins over FailNext when not OK. Set before any stream runs.
@@ -89,6 +94,7 @@ class FakeBackend final : public Backend {
 
   const DeviceInfo info_;
   std::function<absl::Status(FaultPoint)> faults_;
+  ManualClock* clock_ = nullptr;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<FaultPoint> hold_;
@@ -98,7 +104,7 @@ class FakeBackend final : public Backend {
   std::vector<std::pair<FaultPoint, absl::Status>> next_faults_;
   std::vector<Ran> log_;
   std::vector<Filling> fills_;
-  int live_slabs_ = 0;
+  std::vector<Slab> slabs_;
   int max_slabs_ = 1 << 20;
   size_t device_bytes_ = 0;
   size_t max_device_bytes_ = SIZE_MAX;

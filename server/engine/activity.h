@@ -16,7 +16,7 @@
 namespace logitd::engine {
 
 // Means over the recent past: what happened t ago counts with the weight exp(-t / kMemory). Times
-// are nanoseconds of MonotonicNanos(). Thread-safe. Begin and End cost a lock that is held for some
+// are nanoseconds of EngineOptions::clock. Thread-safe. Begin and End cost a lock that is held for some
 // tens of nanoseconds.
 class Activity {
  public:

@@ -76,6 +76,7 @@ ThreadedEngine::ThreadedEngine(Parts parts, const EngineOptions& options, const 
       moved_(options.clock->WhenMoved([this] {
         MutexLock lock(mutex_);
         all_done_.SignalAll();
+        all_back_.SignalAll();
       })) {
   {
     MutexLock lock(desk_->mutex);
@@ -97,9 +98,9 @@ ThreadedEngine::~ThreadedEngine() {
   Stop();
   {
     MutexLock lock(mutex_);
-    const absl::Time deadline = SteadyNow() + kKeptAnswersTimeout;
-    while (scheduler_.running().kept() > 0 && SteadyNow() < deadline) {
-      all_back_.WaitUntil(mutex_, SteadyClock(), deadline);
+    const absl::Time deadline = clock_.Now() + kKeptAnswersTimeout;
+    while (scheduler_.running().kept() > 0 && clock_.Now() < deadline) {
+      all_back_.WaitUntil(mutex_, clock_, deadline);
     }
   }
   {
@@ -260,7 +261,7 @@ ThreadedEngine::Ran ThreadedEngine::Run(int index, Batch& batch) {
   const int device = index / options_.streams;
   const bool sharded = batch.sharded;
   Stream& stream = sharded ? *parts_.over_all : *parts_.streams[static_cast<size_t>(index)];
-  const int64_t begun_ns = MonotonicNanos();
+  const int64_t begun_ns = clock_.Nanos();
   // On all devices, and the only slice of its kind: as much as the server can do.
   const int as_many = sharded ? static_cast<int>(parts_.streams.size()) : 1;
   activity_.Begin(index, batch.key.op, begun_ns, as_many);
@@ -273,7 +274,7 @@ ThreadedEngine::Ran ThreadedEngine::Run(int index, Batch& batch) {
         for (const int each : failed) Lose(each, cause);
       },
       [this, &batch] { return Keep(&batch); }, &ran.oldest);
-  const int64_t ended_ns = MonotonicNanos();
+  const int64_t ended_ns = clock_.Nanos();
   ran.rows = batch.progress.slice_rows;
   ran.ns = ended_ns - begun_ns;
   activity_.End(index, ran.rows, ended_ns);

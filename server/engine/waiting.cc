@@ -164,6 +164,7 @@ JobList WaitingJobs::Fill(Batch* batch, Job* first, absl::Time now) {
       late.PushBack(job);
       continue;
     }
+    if (batch->live == 0 && job != first) break;  // others may go before it
     const int64_t rows = batch->rows + spec.rows();
     const bool one_slice =
         RowsOfSlice(spec.key, /*whole=*/false, rows, queue->kind->row_ns, rules_) == rows;

@@ -113,7 +113,7 @@ class WaitingJobs {
   Job* First(int device, absl::FunctionRef<bool(const Job&)> may);
 
   // Moves `first`, and what fits beside it, into `batch`, which is empty. Returns the jobs that
-  // were found late; they wait no longer. If all were late, the batch has none.
+  // were found late; they wait no longer. If `first` was late, the batch has none.
   JobList Fill(Batch* batch, Job* first, absl::Time now);
 
   // The job with the earliest deadline. Null: none has one.

@@ -4,9 +4,6 @@
 
 #include <cmath>
 
-#include "absl/time/clock.h"
-#include "server/engine/engine.h"
-#include "server/engine/metrics.h"
 #include "tests/engine/test_job.h"
 
 namespace logitd::engine {
@@ -88,31 +85,6 @@ TEST(ActivityTest, AStreamThatIsOutIsNeitherIdleNorStalled) {
   EXPECT_GT(activity.Read(20 * kSecond).busy, 0.99);
   activity.Remove(0);
   EXPECT_EQ(activity.Stalled(20 * kSecond), absl::ZeroDuration());
-}
-
-TEST(ActivityTest, TheEngineTellsItOfEverySlice) {
-  FakeBackend backend;
-  EngineOptions options;
-  options.streams = 1;
-  options.slab_payload_bytes = options.slab_answer_bytes = 4096;
-  options.ops = kTestOps;
-  auto engine = Engine::Create(&backend, options, nullptr, [](absl::Status) {});
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  backend.Hold();
-  (*engine)->Submit(std::make_shared<TestJob>(TestJob::Shape{.row_elements = 4, .rows = 7}));
-  backend.WaitForOps(1);
-  absl::SleepFor(absl::Milliseconds(20));
-  const Activity& activity = (*engine)->activity();
-  EXPECT_GE(activity.Stalled(MonotonicNanos()), absl::Milliseconds(20));
-  backend.Release();
-  (*engine)->WaitIdle(SteadyNow() + absl::Seconds(20));
-  (*engine)->Stop();
-  EXPECT_EQ(activity.Stalled(MonotonicNanos()), absl::ZeroDuration());
-  EXPECT_GT(activity.Read(MonotonicNanos()).busy, 0);
-  double rows_per_s = 0;
-  for (const Activity::OfOp& op : activity.Read(MonotonicNanos()).ops) rows_per_s += op.rows_per_s;
-  EXPECT_GT(rows_per_s, 0);
-  EXPECT_LE(rows_per_s, 7);
 }
 
 }  // namespace

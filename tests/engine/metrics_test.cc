@@ -8,13 +8,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "prometheus/metric_family.h"
 #include "server/engine/admission.h"
-#include "server/engine/engine.h"
-#include "tests/engine/test_job.h"
+#include "tests/engine/engine_fixture.h"
 
 namespace logitd::engine {
 namespace {
@@ -115,36 +113,26 @@ TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
               HasSubstr("logitd_refused_total{identity=\"none\",reason=\"draining\"} 1\n"));
 }
 
-TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
-  Metrics metrics(kOps);
-  FakeBackend backend;
-  EngineOptions options;
-  options.streams = 1;
+class EngineMetricsTest : public EngineFixture {};
+
+TEST_F(EngineMetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
+  EngineOptions options = SmallOptions();
   options.slabs_per_stream = 2;
-  options.slab_payload_bytes = 4096;
-  options.slab_answer_bytes = 4096;
-  options.ops = kTestOps;
-  auto engine = Engine::Create(&backend, options, &metrics, [](absl::Status) {});
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  const auto submit = [&](int64_t row_elements, int64_t rows) {
-    auto job =
-        std::make_shared<TestJob>(TestJob::Shape{.row_elements = row_elements, .rows = rows});
-    (*engine)->Submit(job);
-  };
-  backend.Hold();
-  submit(4, 1);
-  backend.WaitForOps(1);
-  submit(4, 2);
-  submit(4, 3);
-  submit(5, 1);
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_slabs 2\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_slabs_in_use 1\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_queued_jobs 3\n"));
-  backend.FailNext(FaultPoint::kOp, absl::UnavailableError("hiccup"));  // fails the first batch
-  backend.Release();
-  (*engine)->WaitIdle(SteadyNow() + absl::Seconds(20));
-  (*engine)->Stop();
-  const std::string text = Scrape(metrics);
+  Start(options);
+  device().Hold();
+  Submit({.rows = 1});
+  device().WaitForOps(1);
+  Submit({.rows = 2});
+  Submit({.rows = 3});
+  Submit({.row_elements = 5});
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_slabs 2\n"));
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_slabs_in_use 1\n"));
+  EXPECT_THAT(Scrape(*metrics_), HasSubstr("logitd_queued_jobs 3\n"));
+  device().FailNext(FaultPoint::kOp, absl::UnavailableError("hiccup"));  // fails the first batch
+  device().Release();
+  WaitIdle();
+  engine_->Stop();
+  const std::string text = Scrape(*metrics_);
   for (const char* line : {
            "logitd_slabs_in_use 0\n",
            "logitd_slabs_kept 0\n",
@@ -155,8 +143,8 @@ TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {
            "logitd_batch_rows_sum 6\n",
            "logitd_batch_kernel_seconds_count{op=\"digest\"} 2\n",
            "logitd_slices_total{op=\"digest\"} 2\n",
-           "logitd_device_errors_total{device=\"0\",kind=\"batch\"} 1\n",
-           "logitd_device_errors_total{device=\"0\",kind=\"lost\"} 0\n",
+           "logitd_device_errors_total{device=\"10\",kind=\"batch\"} 1\n",
+           "logitd_device_errors_total{device=\"10\",kind=\"lost\"} 0\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }

@@ -2,6 +2,7 @@
 #ifndef LOGITD_TESTS_ENGINE_TEST_JOB_H_
 #define LOGITD_TESTS_ENGINE_TEST_JOB_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,13 +25,17 @@
 
 namespace logitd::engine {
 
-// A head without a weight on every device.
-inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale) {
+// A head without a weight. On device d its scale is 100 * d + `scale`, unless it is cut over the devices.
+inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale,
+                                            bool sharded = false) {
   std::vector<Head::Copy> copies;
   for (Backend* backend : backends) {
-    copies.push_back({.backend = backend, .memory = {}, .view = {.scale = scale}});
+    const float of_device = 100 * static_cast<float>(copies.size()) + scale;
+    copies.push_back({.backend = backend, .memory = {}, .view = {.scale = of_device}});
   }
-  return std::make_shared<Head>(std::move(copies), HeadInfo());
+  std::optional<HeadView> whole;
+  if (sharded) whole = {.scale = scale};
+  return std::make_shared<Head>(std::move(copies), HeadInfo(), whole);
 }
 
 inline std::string Scrape(const Metrics& metrics) {
@@ -44,6 +50,8 @@ class CheckedJob : public Job {
   bool keep_answer = false;  // until Take
 
   const JobSpec& spec() const override { return spec_; }
+  // Its name in the log of a fake device.
+  virtual uint32_t tag() const { return 0; }
 
   void Done(const absl::Status& status, const JobAnswer& answer, const JobTimes& times) override {
     Check(dones_++ == 0);
@@ -98,6 +106,10 @@ class CheckedJob : public Job {
   virtual bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const = 0;
   void Check(bool condition) {
     if (!condition) misused_ = true;
+  }
+  template <typename T>
+  static bool Equal(const std::vector<T>& want, absl::Span<const std::byte> got) {
+    return std::ranges::equal(std::as_bytes(std::span(want)), got);
   }
 
   JobSpec spec_;
@@ -216,6 +228,9 @@ class TestJob final : public CheckedJob {
     int device = kAnyDevice;
   };
 
+  // Of an answered job with a head: the device whose copy it saw.
+  int head_device() const { return head_device_; }
+
   explicit TestJob(const Shape& shape) : shape_(shape) {
     spec_.key = {.op = &kDigest,
                  .dtype = DType::kF32,
@@ -232,6 +247,8 @@ class TestJob final : public CheckedJob {
     spec_.size = SizeOfJob(spec_);
     if (shape.placed) Place();
   }
+
+  uint32_t tag() const override { return shape_.tag; }
 
   absl::Span<const RowsPlace> places() const override {
     return absl::MakeConstSpan(&place_, shape_.placed ? 1 : 0);
@@ -274,31 +291,40 @@ class TestJob final : public CheckedJob {
     return row;
   }
 
+  uint32_t ScaleOn(int device) const {
+    return static_cast<uint32_t>(shape_.head->view(device).scale);
+  }
+  // Any device, where none has this scale.
+  int DeviceOf(uint32_t scale) const {
+    int device = static_cast<int>(shape_.head->copies().size()) - 1;
+    while (device > 0 && ScaleOn(device) != scale) --device;
+    return device;
+  }
+
   bool IsRight(absl::Span<const absl::Span<const std::byte>> outputs) const override {
-    const auto rows = static_cast<size_t>(spec_.rows());
-    if (outputs.size() != 3 || outputs[0].size() != rows * 8 ||
-        outputs[1].size() != static_cast<size_t>(spec_.counts[kDigestEntries]) * 4 ||
-        outputs[2].size() != rows * 4) {
-      return false;
-    }
-    for (size_t r = 0; r < rows; ++r) {
-      const std::vector<uint32_t> row = Row(static_cast<int64_t>(r));
+    std::vector<uint64_t> sums;
+    std::vector<uint32_t> entries;
+    std::vector<uint32_t> tags;
+    for (int64_t r = 0; r < spec_.rows(); ++r) {
+      const std::vector<uint32_t> row = Row(r);
       const auto* bytes = reinterpret_cast<const std::byte*>(row.data());
-      const uint64_t sum = Checksum(bytes, row.size() * 4);
-      if (std::memcmp(outputs[0].data() + r * 8, &sum, 8) != 0) return false;
-      uint32_t tag = shape_.tag;
-      if (shape_.head != nullptr) tag += static_cast<uint32_t>(shape_.head->view().scale);
-      for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
-        tag += Note(static_cast<int64_t>(r) * shape_.notes_per_row + n);
-      }
-      if (std::memcmp(outputs[2].data() + r * 4, &tag, 4) != 0) return false;
+      sums.push_back(Checksum(bytes, row.size() * 4));
       for (int32_t e = 0; e < shape_.entries_per_row; ++e) {
-        const uint32_t want = EntryOf(bytes, spec_.key.row_elements, e);
-        const size_t at = r * static_cast<size_t>(shape_.entries_per_row) + static_cast<size_t>(e);
-        if (std::memcmp(outputs[1].data() + at * 4, &want, 4) != 0) return false;
+        entries.push_back(EntryOf(bytes, spec_.key.row_elements, e));
+      }
+      tags.push_back(shape_.tag);
+      for (int32_t n = 0; n < shape_.notes_per_row; ++n) {
+        tags.back() += Note(r * shape_.notes_per_row + n);
       }
     }
-    return true;
+    if (shape_.head != nullptr && outputs.size() == 3 && outputs[2].size() == tags.size() * 4) {
+      uint32_t seen;
+      std::memcpy(&seen, outputs[2].data(), sizeof(seen));
+      head_device_ = DeviceOf(seen - tags[0]);
+      for (uint32_t& tag : tags) tag += ScaleOn(head_device_);
+    }
+    return outputs.size() == 3 && Equal(sums, outputs[0]) && Equal(entries, outputs[1]) &&
+           Equal(tags, outputs[2]);
   }
 
   void Place() {
@@ -317,6 +343,7 @@ class TestJob final : public CheckedJob {
   }
 
   const Shape shape_;
+  mutable std::atomic<int> head_device_ = 0;
   std::vector<std::byte> elsewhere_;
   RowsPlace place_;
   std::atomic<int> copies_ = 0;
