@@ -28,12 +28,10 @@ using prometheus::Counter;
 constexpr size_t kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
 
 // In the order of Refusal.
-constexpr const char* kRefusals[] = {"draining",     "deadline",         "line_full",
-                                     "too_large",    "invalid",          "caller_share",
-                                     "slow_receive", "hopeless",         "hopeless_late",
-                                     "overloaded",   "unauthenticated",  "role",
-                                     "quota_bytes",  "quota_rows",       "quota_calls",
-                                     "header_list",  "connection_bytes", "early_bytes"};
+constexpr const char* kRefusals[] = {
+    "draining",     "deadline",    "line_full",   "too_large",        "invalid",    "caller_share",
+    "slow_receive", "hopeless",    "overloaded",  "unauthenticated",  "role",       "quota_bytes",
+    "quota_rows",   "quota_calls", "header_list", "connection_bytes", "early_bytes"};
 static_assert(std::size(kRefusals) == static_cast<size_t>(Refusal::kEarlyBytes) + 1);
 
 // In the order of Proof.

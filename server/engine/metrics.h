@@ -29,7 +29,6 @@ enum class Refusal {
   kCallerShare,      // too many calls of this caller wait for memory
   kSlowReceive,      // its message came too slowly while other calls waited
   kHopeless,         // it would have ended after its deadline, by estimate
-  kHopelessLate,     // the same, found out when its message was there
   kOverloaded,       // more calls come than end, and the caller's line is kept short
   kUnauthenticated,  // no identity, or a wrong token
   kRole,             // the identity lacks the method's role

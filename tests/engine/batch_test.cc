@@ -96,14 +96,12 @@ TEST(RowsOfSliceTest, SlicesAreAboutEqualAndEndWhereOneReadOfAHeadEnds) {
 
 TEST(CostsTest, CostsAreThoseOfTheRowsThatRan) {
   Costs costs;
-  JobSpec spec;
-  spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = 8};
-  spec.counts[kRowAxis] = 20;
-  EXPECT_EQ(costs.OfJob(spec), absl::ZeroDuration());
-  costs.Ran(spec.key, 30, 30 * 32, absl::Milliseconds(30));
-  EXPECT_EQ(costs.OfJob(spec), absl::Milliseconds(20));
-  spec.key.row_elements = 16;  // another shape of the op: by bytes
-  EXPECT_EQ(costs.OfJob(spec), absl::Milliseconds(40));
+  BatchKey key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = 8};
+  EXPECT_EQ(costs.PerRow(key), 0);
+  costs.Ran(key, 30, 30 * 32, absl::Milliseconds(30));
+  EXPECT_EQ(costs.PerRow(key), 1e6);
+  key.row_elements = 16;  // another shape of the op: by bytes
+  EXPECT_EQ(costs.PerRow(key), 2e6);
   EXPECT_EQ(costs.OfCall(kDigest, 640), absl::Milliseconds(20));
   EXPECT_EQ(costs.OfCall(kShift, 640), absl::ZeroDuration());
 }

@@ -11,7 +11,6 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "prometheus/metric_family.h"
-#include "server/engine/admission.h"
 #include "tests/engine/engine_fixture.h"
 
 namespace logitd::engine {
@@ -29,7 +28,7 @@ logitd_requests_total 34 logitd_request_seconds 2 logitd_rows_total 2 logitd_bat
 logitd_slices_total 2 logitd_stopped_total 2 logitd_stream_busy_seconds_total 2
 logitd_batch_queue_seconds 2 logitd_batch_copy_seconds 2 logitd_batch_h2d_seconds 2
 logitd_batch_kernel_seconds 2 logitd_batch_d2h_seconds 2 logitd_batch_rows 1
-logitd_refused_total 72 logitd_admission_wait_seconds 1 logitd_receive_seconds 1
+logitd_refused_total 68 logitd_admission_wait_seconds 1 logitd_receive_seconds 1
 logitd_send_seconds 1 logitd_device_up 1 logitd_device_errors_total 2 logitd_device_rows_total 1
 logitd_device_busy_seconds_total 1 logitd_device_head_bytes 1 logitd_held_bytes 1
 logitd_held_bytes_limit 1 logitd_waiting_calls 1 logitd_queued_jobs 1 logitd_slabs_in_use 1
@@ -81,36 +80,6 @@ TEST(MetricsTest, AnOpWithoutSeriesCountsAsUnknown) {
   EXPECT_THAT(text, HasSubstr("logitd_requests_total{code=\"UNKNOWN\",op=\"digest\"} 1\n"));
   EXPECT_THAT(text, HasSubstr("logitd_request_seconds_sum{op=\"digest\"} 0.75\n"));
   EXPECT_THAT(text, Not(HasSubstr("other")));
-}
-
-TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
-  Metrics metrics(kOps);
-  std::vector<Admission::Ticket> tickets;
-  Admission admission({.max_request_bytes = 60, .max_held_bytes = 100, .max_waiting_calls = 1},
-                      &metrics);
-  const auto enter = [&](absl::Time deadline) {
-    admission.Enter({.deadline = deadline}, [&](absl::StatusOr<Admission::Ticket> answer) {
-      if (answer.ok()) tickets.push_back(*std::move(answer));
-    });
-  };
-  enter(absl::InfiniteFuture());  // in
-  enter(absl::InfiniteFuture());  // waits
-  enter(absl::InfiniteFuture());  // refused
-  enter(absl::InfinitePast());    // late
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 60\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes_limit 100\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"line_full\"} 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"deadline\"} 1\n"));
-  admission.BeginDrain();  // ends the wait
-  tickets.clear();
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 0\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 0\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_draining 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"draining\"} 1\n"));
 }
 
 class EngineMetricsTest : public EngineFixture {};
