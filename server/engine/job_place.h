@@ -41,7 +41,7 @@ struct JobPlace {
   Job* next = nullptr;
   HeapLinks<Job> in_queue;     // while kWaiting
   HeapLinks<Job> by_deadline;  // while kWaiting, if it has one
-  std::shared_ptr<Job> self;  // keeps the job from Submit to Done
+  std::shared_ptr<Job> self;   // keeps the job from Submit to Done
 };
 
 // Jobs linked through JobPlace::previous and next. A job is in one such list at most.
