@@ -4,13 +4,11 @@
 #include <atomic>
 #include <list>
 #include <map>
-#include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "server/base/alarm.h"
 #include "server/engine/metrics.h"
 #include "server/engine/room.h"
@@ -19,20 +17,18 @@
 namespace logitd::engine {
 namespace {
 
-absl::Status LateError() {
-  return absl::DeadlineExceededError("the deadline passed before there was room for the message");
-}
+// A peer may send so many bytes before it is asked to, and the message has some overhead.
+constexpr int64_t kNeedsNoTurn = int64_t{80} << 10;
 
 // How long a turn lasts for each byte.
 constexpr double kTurnRate = 256 << 20;  // bytes per second
 
-// A message of unknown progress may take so long for each byte.
-constexpr double kUnknownRate = 64 << 20;  // bytes per second
+// Less than this is given back only when the call ends.
+constexpr int64_t kFreed = int64_t{64} << 10;
 
-// A charge is lowered only by more than this part of the largest message, and this many bytes. Smaller
-// rests are given back when the call ends: so a small call takes the lock twice, not five times.
-constexpr int64_t kFreedParts = 1024;
-constexpr int64_t kMostUnfreed = int64_t{64} << 10;
+absl::Status LateError() {
+  return absl::DeadlineExceededError("the deadline passed before there was room for the message");
+}
 
 }  // namespace
 
@@ -41,534 +37,319 @@ absl::Status DrainingError() {
       "the server is draining: it finishes admitted calls and takes no new ones");
 }
 
-// Guarded by the admission's lock, except the atomics. Only the ticket changes `bytes`, under the lock,
-// once nobody can take its room back; so it reads them without the lock.
-struct Admission::Ticket::Charge {
-  Room::Holder* holder = nullptr;
-  RoomPart part = RoomPart::kCommon;
-  int64_t bytes = 0;
-  std::atomic<int64_t> turn_bytes = 0;  // 0: has no turn, or not any longer
-  absl::Time turn_end;
-  bool between_messages = false;
-  // The room waits between messages. Whoever clears this, the ticket or the timer, decides whether the
-  // call keeps it.
-  std::atomic<bool> takeable = false;
-  Caller caller;
-  std::function<std::optional<int64_t>()> received_bytes;
-  std::function<void(const absl::Status&)> too_slow;
+// Guarded by the admission's lock. Only the ticket changes its bytes and its part, so it reads them
+// without the lock.
+struct Admission::Ticket::Charge : Room::Charge {
+  State* state = nullptr;
+  Proof proof = Proof::kNone;
+  bool took_turn = false;               // the ticket's: the lock is needed to end it
+  std::atomic<bool> receiving = false;  // the message comes; cleared without the lock
+  std::weak_ptr<Sender> sender;
   absl::Time granted;
-  absl::Time told = absl::InfinitePast();  // that it is too slow
-  std::atomic<bool> receiving = true;      // its message is not there
-  std::list<Charge*>::iterator place;      // in State::charges
+  bool told = false;                   // that it is too slow
+  std::list<Charge*>::iterator place;  // in State::coming
 };
 
 struct Admission::State {
   using Charge = Ticket::Charge;
-
   struct Waiter {
     RoomAsk ask;
     Ready ready;
+    Room::Holder* holder = nullptr;
   };
-  struct Answer {
-    Ready ready;
-    absl::StatusOr<Ticket> answer;
-  };
+  using Waiters = std::map<WaiterId, Waiter>;
 
-  State(Admission* admission, const AdmissionOptions& options, Metrics* metrics)
-      : admission(admission),
-        options(options),
+  State(const AdmissionOptions& options, Metrics* metrics)
+      : options(options),
         metrics(metrics),
         room(options.max_request_bytes, options.max_held_bytes, options.max_receiving_bytes,
              options.min_receiving_calls) {
     if (metrics != nullptr) metrics->Set(Gauge::kHeldBytesLimit, options.max_held_bytes);
   }
 
-  int64_t Charged(const RoomAsk& ask) const {
-    if (ask.bytes <= 0) return options.max_request_bytes;
-    return std::min(ask.bytes, options.max_request_bytes);
+  // `status`, counted.
+  absl::Status Refused(Refusal reason, Proof proof, absl::Status status) const {
+    if (metrics != nullptr) metrics->CountRefused(reason, proof);
+    return status;
   }
+  int64_t retry_ms() const { return absl::ToInt64Milliseconds(options.retry_delay); }
+
+  // ---- a call enters
 
   Room::Ask Asked(const RoomAsk& ask) const {
-    const bool needs_turn = !ask.received && ask.receiving_bytes > Room::kUnaskedBytes;
-    return {.bytes = Charged(ask), .receiving = needs_turn ? ask.receiving_bytes : 0};
+    return {.bytes = std::min(ask.bytes, options.max_request_bytes),
+            .needs_turn = ask.sender != nullptr && ask.bytes > kNeedsNoTurn};
   }
 
-  // The charge may stay where `bytes` are needed. Room for callers that hold nothing goes back as soon
-  // as the common part has room.
-  bool MayStay(const Charge& charge, int64_t bytes) const {
-    const int64_t most_unfreed = std::min(options.max_request_bytes / kFreedParts, kMostUnfreed);
-    return charge.part != RoomPart::kFirst && bytes <= charge.bytes &&
-           charge.bytes - bytes <= most_unfreed;
+  // OK: it may have room, if there is some.
+  absl::Status Check(const RoomAsk& ask, const Room::Holder& holder) const {
+    const Proof proof = ask.caller.proof;
+    if (draining && !ask.again) return Refused(Refusal::kDraining, proof, DrainingError());
+    if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= options.clock->Now()) {
+      return Refused(Refusal::kDeadline, proof, LateError());
+    }
+    const int64_t bytes = Asked(ask).bytes;
+    const int64_t quota = ask.caller.max_held_bytes;
+    if (quota == 0 || holder.held + holder.asked + bytes <= quota) return absl::OkStatus();
+    return Refused(
+        Refusal::kQuotaBytes, proof,
+        absl::ResourceExhaustedError(absl::StrFormat(
+            "the caller's calls hold or wait for %d bytes and this one needs %d, allowed "
+            "%d; retry after %d ms",
+            holder.held + holder.asked, bytes, quota, retry_ms())));
   }
 
-  void Publish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    if (metrics == nullptr) return;
-    metrics->Set(Gauge::kHeldBytes, room.held());
-    metrics->Set(Gauge::kWaitingCalls, room.waiting());
-  }
-
-  void Count(Refusal reason, const Caller& caller) {
-    if (metrics != nullptr) metrics->CountRefused(reason, caller.proof);
-  }
-
-  Ticket MakeTicket(RoomAsk& ask, Room::Holder* holder, RoomPart part)
+  // OK: it may wait.
+  absl::Status CheckPlace(const RoomAsk& ask, const Room::Holder& holder) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    auto charge = std::make_unique<Charge>();
-    charge->holder = holder;
-    charge->part = part;
-    charge->bytes = Charged(ask);
-    charge->between_messages = ask.between_messages;
-    charge->takeable = ask.between_messages;
-    charge->caller = ask.caller;
-    charge->received_bytes = std::move(ask.received_bytes);
-    charge->too_slow = std::move(ask.too_slow);
+    const int free_places = options.max_waiting_calls - room.waiting();
+    const bool has_room = room.held() + room.asked() + Asked(ask).bytes <= options.max_held_bytes;
+    if (holder.waiting < free_places || ask.again || has_room) return absl::OkStatus();
+    return Refused(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller.proof,
+                   absl::ResourceExhaustedError(absl::StrFormat(
+                       "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry "
+                       "after %d ms",
+                       room.held(), options.max_held_bytes, room.waiting(),
+                       options.max_waiting_calls, holder.waiting, retry_ms())));
+  }
+
+  // nullopt: the call has to wait.
+  std::optional<absl::StatusOr<Ticket>> Decide(const RoomAsk& ask)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Room::Holder* const holder = room.HolderOf(ask.caller);
+    absl::Status refusal = Check(ask, *holder);
+    if (refusal.ok()) {
+      if (const auto charge = room.TryTake(holder, Asked(ask))) return MakeTicket(ask, *charge);
+      refusal = CheckPlace(ask, *holder);
+    }
+    room.Forget(holder);
+    if (refusal.ok()) return std::nullopt;
+    return refusal;
+  }
+
+  Ticket MakeTicket(const RoomAsk& ask, const Room::Charge& taken)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Ticket ticket;
+    Charge* const charge = new Charge{taken};
+    ticket.charge_.reset(charge);
+    charge->state = this;
+    charge->proof = ask.caller.proof;
+    charge->took_turn = taken.has_turn;
+    charge->receiving = ask.sender != nullptr;
+    charge->sender = ask.sender;
     charge->granted = options.clock->Now();
-    if (const int64_t bytes = Asked(ask).receiving; bytes > 0) {
-      charge->turn_bytes = bytes;
-      charge->turn_end =
-          charge->granted + kTurn + absl::Seconds(static_cast<double>(bytes) / kTurnRate);
-      turns.insert({charge->turn_end, charge.get()});
+    charge->place = charge->receiving ? coming.insert(coming.end(), charge) : coming.end();
+    return ticket;
+  }
+
+  // ---- the line
+
+  void Wait(RoomAsk ask, Ready ready, WaiterId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Room::Holder* const holder = room.HolderOf(ask.caller);
+    room.Wait(holder, ask.caller.priority, id, Asked(ask));
+    waiters.emplace(id, Waiter{std::move(ask), std::move(ready), holder});
+    alarm.RunBy(options.clock->Now() + kTick);
+  }
+
+  Waiter Leave(Waiters::iterator it) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    room.Leave(it->second.holder, it->second.ask.caller.priority, it->first);
+    return std::move(waiters.extract(it).mapped());
+  }
+
+  struct Answer {
+    Ready ready;
+    absl::StatusOr<Ticket> answer;
+  };
+  using Answers = std::vector<Answer>;
+
+  // Refuses the waiting calls of which `is` is true.
+  template <typename Is>
+  void RefuseIf(Is is, const absl::Status& refusal, Refusal reason, Answers& answers)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    for (auto it = waiters.begin(); it != waiters.end();) {
+      const auto at = it++;
+      if (!is(at->second.ask)) continue;
+      Waiter waiter = Leave(at);
+      answers.push_back(
+          {std::move(waiter.ready), Refused(reason, waiter.ask.caller.proof, refusal)});
     }
-    charge->place = charges.insert(charges.end(), charge.get());
-    return Ticket(admission, std::move(charge));
   }
 
-  // Takes a call out of the line, to be answered with a refusal.
-  void Refuse(std::map<WaiterId, Waiter>::iterator it, absl::Status refusal, Refusal reason,
-              std::vector<Answer>& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    Count(reason, it->second.ask.caller);
-    deadlines.erase({it->second.ask.deadline, it->first});
-    room.Leave(it->first);
-    answers.push_back({std::move(it->second.ready), std::move(refusal)});
-    waiters.erase(it);
-  }
-
-  static void Run(std::vector<Answer>& answers) {
-    for (Answer& answer : answers) answer.ready(std::move(answer.answer));
-    answers.clear();
-  }
-
-  // Lets in the waiting calls that have room. One thread at a time does so. So answers go out in
-  // the order of the lines, and a `ready` that drops its ticket at once does not recurse through
-  // the whole line.
-  void LetIn() {
-    std::vector<Answer> answers;
-    {
-      MutexLock lock(mutex);
-      if (granting || room.waiting() == 0) return Publish();
-      granting = true;
-    }
-    while (true) {
+  // Makes a change under the lock, and lets in the waiting calls that have room then. Answers go out
+  // without the lock. One thread at a time lets calls in: so answers go out in the order of the lines,
+  // and a `ready` that drops its ticket at once does not recurse through the whole line.
+  template <typename Change>
+  void Update(Change change) {
+    bool mine = false;
+    for (bool first = true; first || mine; first = false) {
+      Answers answers;
       {
         MutexLock lock(mutex);
-        RefuseLate(options.clock->Now(), answers);
-        while (const auto next = room.Grant()) {
-          const auto it = waiters.find(next->waiter);
-          deadlines.erase({it->second.ask.deadline, it->first});
-          answers.push_back(
-              {std::move(it->second.ready), MakeTicket(it->second.ask, next->holder, next->part)});
-          waiters.erase(it);
+        if (first) change(answers);
+        if (mine || !granting) {
+          const size_t others = answers.size();
+          while (const auto next = room.Grant()) {
+            Waiter waiter = std::move(waiters.extract(next->first).mapped());
+            answers.push_back({std::move(waiter.ready), MakeTicket(waiter.ask, next->second)});
+          }
+          mine = granting = answers.size() > others;
         }
-        if (answers.empty()) granting = false;
-        Publish();
-        if (answers.empty()) return;
+        if (metrics != nullptr) {
+          metrics->Set(Gauge::kHeldBytes, room.held());
+          metrics->Set(Gauge::kWaitingCalls, room.waiting());
+        }
       }
-      Run(answers);
+      for (Answer& answer : answers) answer.ready(std::move(answer.answer));
     }
   }
 
-  void RefuseLate(absl::Time now, std::vector<Answer>& answers)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    while (!deadlines.empty() && deadlines.begin()->first <= now) {
-      Refuse(waiters.find(deadlines.begin()->second), LateError(), Refusal::kDeadline, answers);
+  // ---- time
+
+  // Returns when it is due again.
+  absl::Time RunDue(absl::Time now) {
+    absl::Time due = absl::InfiniteFuture();
+    std::vector<Look> looks;
+    Update([&](Answers& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+      RefuseIf([now](const RoomAsk& ask) { return ask.deadline <= now; }, LateError(),
+               Refusal::kDeadline, answers);
+      for (Charge* const charge : coming) {
+        const auto bytes = static_cast<double>(charge->bytes);
+        const absl::Duration turn = kTurn + absl::Seconds(bytes / kTurnRate);
+        if (charge->has_turn && now - charge->granted >= turn) room.EndTurn(charge);
+      }
+      if (!room.IsShort() || options.min_receive_rate <= 0) {
+        looked = absl::InfinitePast();
+        seen_bytes.clear();
+      } else if (now - looked >= kWindow) {
+        looks = LookAtSenders(now);
+      }
+      if (!waiters.empty()) due = now + kTick;
+    });
+    for (const Look& look : looks) {
+      if (!look.too_slow.ok()) look.sender->OnTooSlow(look.too_slow);
     }
+    return due;
   }
 
-  // Gives room back. `kept`: what is left of the charge.
-  void Free(Charge* charge, int64_t kept) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    room.Free(charge->holder, &charge->part, charge->bytes - kept, kept);
-    charge->bytes = kept;
+  struct Look {
+    std::shared_ptr<Sender> sender;  // its end must not come under the lock
+    absl::Status too_slow;           // OK: it is not
+  };
+
+  std::vector<Look> LookAtSenders(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    struct Connection {
+      std::optional<int64_t> rate;  // since it was last looked at
+      int64_t messages = 0;
+    };
+    absl::flat_hash_map<uint64_t, Connection> connections;
+    const auto seen_before = std::exchange(seen_bytes, {});
+    const absl::Time last_looked = std::exchange(looked, now);
+    std::vector<Look> looks;
+    for (Charge* const charge : coming) {
+      std::shared_ptr<Sender> sender = charge->receiving ? charge->sender.lock() : nullptr;
+      if (sender == nullptr) continue;
+      const uint64_t id = sender->connection_id();
+      const auto [it, first] = connections.try_emplace(id);
+      Connection& connection = it->second;
+      if (first) {
+        const std::optional<int64_t> bytes = seen_bytes[id] = sender->connection_bytes();
+        const auto before = seen_before.find(id);
+        if (bytes.has_value() && before != seen_before.end() && before->second.has_value()) {
+          connection.rate = static_cast<int64_t>(static_cast<double>(*bytes - *before->second) /
+                                                 absl::ToDoubleSeconds(now - last_looked));
+        }
+      }
+      looks.push_back({std::move(sender), absl::OkStatus()});
+      if (!connection.rate.has_value() || charge->granted > last_looked) continue;
+      if (*connection.rate >= ++connection.messages * options.min_receive_rate) continue;
+      if (std::exchange(charge->told, true)) continue;
+      looks.back().too_slow = Refused(
+          Refusal::kSlowReceive, charge->proof,
+          absl::ResourceExhaustedError(absl::StrFormat(
+              "messages of this connection came at %d B/s, allowed at least %d B/s for each while "
+              "other calls wait; retry after %d ms",
+              *connection.rate, options.min_receive_rate, retry_ms())));
+    }
+    return looks;
   }
 
-  // After a change that made room. True: call LetIn, without the lock.
-  bool MayLetIn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    Publish();
-    return room.waiting() > 0;
-  }
-
-  void EndTurn(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    if (charge->turn_bytes == 0) return;
-    turns.erase({charge->turn_end, charge});
-    room.EndTurn(charge->turn_bytes.exchange(0));
-  }
-
-  // Gives everything back. The charge is destroyed next.
-  void End(Charge* charge) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    EndTurn(charge);
-    charges.erase(charge->place);
-    Free(charge, 0);
-    room.End(charge->holder);
-  }
-
-  absl::Status QuotaError(const Room::Holder& holder, const RoomAsk& ask, int64_t bytes) const {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "the caller's calls hold or wait for %d bytes and this one needs %d%s, allowed %d; retry "
-        "after %d ms",
-        holder.held + holder.asked, bytes,
-        ask.bytes > 0 ? "" : " (the largest message: it states no size)", ask.caller.max_held_bytes,
-        absl::ToInt64Milliseconds(options.retry_delay)));
-  }
-
-  std::optional<absl::StatusOr<Ticket>> Decide(RoomAsk& ask) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  WaiterId Wait(RoomAsk ask, Ready ready) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  absl::Time RunDue(absl::Time now);
-  absl::Time NextDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void Look(absl::Time now, std::vector<std::function<void()>>& calls)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void CountAllowed(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  absl::Status TooSlow(const Charge& charge, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-
-  Admission* const admission;
   const AdmissionOptions options;
   Metrics* const metrics;
 
   mutable Mutex mutex;
   Room room ABSL_GUARDED_BY(mutex);
-  // Of tickets that GiveBackLater ended; the timer frees them.
-  std::vector<std::unique_ptr<Charge>> given_back ABSL_GUARDED_BY(mutex);
   std::atomic<bool> draining = false;            // set under the lock
-  bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of LetIn
+  bool granting ABSL_GUARDED_BY(mutex) = false;  // a thread is inside the loop of Update
   WaiterId next_id ABSL_GUARDED_BY(mutex) = 1;
-  std::map<WaiterId, Waiter> waiters ABSL_GUARDED_BY(mutex);
-  std::set<std::pair<absl::Time, WaiterId>> deadlines ABSL_GUARDED_BY(mutex);  // finite ones
-  std::list<Charge*> charges ABSL_GUARDED_BY(mutex);  // in the order of their grants
-  std::set<std::pair<absl::Time, Charge*>> turns ABSL_GUARDED_BY(mutex);  // by their end
-  // Since when calls have waited for room without a break; InfiniteFuture: none waits.
-  absl::Time waiting_since ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();
-  absl::Time look_due ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // for slow messages
+  Waiters waiters ABSL_GUARDED_BY(mutex);
+  // Charges whose message came later, in the order of their grants.
+  std::list<Charge*> coming ABSL_GUARDED_BY(mutex);
+  // While calls wait for room: the time of the last look, and what had come by then on each connection
+  // with a message.
+  absl::Time looked ABSL_GUARDED_BY(mutex) = absl::InfinitePast();
+  absl::flat_hash_map<uint64_t, std::optional<int64_t>> seen_bytes ABSL_GUARDED_BY(mutex);
   Alarm alarm{*options.clock, [this](absl::Time now) { return RunDue(now); }};
 };
 
-// Does what is due. Returns when more will be.
-absl::Time Admission::State::RunDue(absl::Time now) {
-  std::vector<Answer> answers;
-  std::vector<std::function<void()>> calls;
-  {
-    MutexLock lock(mutex);
-    for (const auto& charge : std::exchange(given_back, {})) End(charge.get());
-    RefuseLate(now, answers);
-    while (!turns.empty() && turns.begin()->first <= now) EndTurn(turns.begin()->second);
-    if (!room.IsShort()) {
-      waiting_since = look_due = absl::InfiniteFuture();
-    } else if (waiting_since == absl::InfiniteFuture()) {
-      waiting_since = look_due = now;
-    }
-    if (look_due <= now) {
-      Look(now, calls);
-      look_due = now + kReceiveTick;
-    }
-    Publish();
-  }
-  Run(answers);
-  for (const auto& call : calls) call();
-  LetIn();
-  MutexLock lock(mutex);
-  return NextDue();
-}
-
-absl::Time Admission::State::NextDue() const {
-  if (!given_back.empty()) return absl::InfinitePast();
-  absl::Time due = look_due;
-  if (!deadlines.empty()) due = std::min(due, deadlines.begin()->first);
-  if (room.waiting() > 0 && !turns.empty()) due = std::min(due, turns.begin()->first);
-  // Calls begin to wait for room: from now on messages must make progress.
-  if (waiting_since == absl::InfiniteFuture() && room.IsShort()) due = absl::InfinitePast();
-  return due;
-}
-
-// Counts, for each caller whose connection reports its bytes, how many messages its progress
-// suffices for: Holder::receiving. The window of a caller starts again where it is over.
-void Admission::State::CountAllowed(absl::Time now) {
-  for (Charge* charge : charges) charge->holder->receiving = -1;  // not counted yet
-  for (Charge* charge : charges) {
-    Room::Holder& holder = *charge->holder;
-    if (!charge->receiving || charge->received_bytes == nullptr || holder.receiving >= 0) continue;
-    const int64_t now_ns = absl::ToUnixNanos(now);
-    const int64_t begin_ns = absl::ToUnixNanos(waiting_since);
-    holder.receiving = static_cast<int>(charges.size());
-    const bool begins = holder.seen_ns < begin_ns;
-    const double seconds = static_cast<double>(now_ns - holder.seen_ns) * 1e-9;
-    if (!begins && seconds < absl::ToDoubleSeconds(kReceiveWindow)) continue;
-    const std::optional<int64_t> bytes = charge->received_bytes();
-    if (!bytes.has_value()) {
-      holder.seen_ns = 0;  // its window begins again at the next look
-      continue;
-    }
-    const int64_t more = *bytes - std::exchange(holder.seen_bytes, *bytes);
-    if (begins) {
-      holder.seen_ns = now_ns;
-      continue;
-    }
-    holder.rate = static_cast<double>(more) / seconds;
-    holder.seen_ns = now_ns;
-    holder.receiving =
-        static_cast<int>(std::min(holder.rate / static_cast<double>(options.min_receive_rate),
-                                  static_cast<double>(charges.size())));
-  }
-}
-
-// OK: the call may go on.
-absl::Status Admission::State::TooSlow(const Charge& charge, absl::Time now) {
-  const int64_t retry_ms = absl::ToInt64Milliseconds(options.retry_delay);
-  if (charge.received_bytes != nullptr) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "messages of this connection came at %d B/s, allowed at least %d B/s for each while other "
-        "calls wait; retry after %d ms",
-        static_cast<int64_t>(charge.holder->rate), options.min_receive_rate, retry_ms));
-  }
-  const absl::Duration allowed =
-      kReceiveWindow + absl::Seconds(static_cast<double>(charge.bytes) / kUnknownRate);
-  if (now - charge.granted < allowed || now - waiting_since < kReceiveWindow) {
-    return absl::OkStatus();
-  }
-  return absl::ResourceExhaustedError(absl::StrFormat(
-      "message not received within %d ms, allowed %d ms while other calls wait; retry after %d ms",
-      absl::ToInt64Milliseconds(now - charge.granted), absl::ToInt64Milliseconds(allowed),
-      retry_ms));
-}
-
-// Finds messages that come too slowly while calls wait.
-void Admission::State::Look(absl::Time now, std::vector<std::function<void()>>& calls) {
-  if (options.min_receive_rate > 0) CountAllowed(now);
-  // In the order of their grants: where a caller's progress suffices for some, the newest end.
-  for (Charge* charge : charges) {
-    if (!charge->receiving) continue;
-    if (charge->takeable) {
-      if (now - charge->granted >= kReceiveWindow && charge->takeable.exchange(false)) {
-        Free(charge, 0);
-      }
-      continue;
-    }
-    if (options.min_receive_rate <= 0 || charge->too_slow == nullptr) continue;
-    if (now - charge->granted < kReceiveWindow) continue;
-    if (charge->received_bytes != nullptr && charge->holder->receiving-- > 0) continue;
-    const absl::Status why = TooSlow(*charge, now);
-    if (why.ok()) continue;
-    if (now - charge->told < kAgain) continue;
-    if (std::exchange(charge->told, now) == absl::InfinitePast()) {
-      Count(Refusal::kSlowReceive, charge->caller);
-    }
-    calls.push_back([too_slow = charge->too_slow, why] { too_slow(why); });
-  }
-}
-
-Admission::Ticket::Ticket() = default;
-
-Admission::Ticket::Ticket(Admission* admission, std::unique_ptr<Charge> charge)
-    : admission_(admission), charge_(std::move(charge)) {}
-
-Admission::Ticket::Ticket(Ticket&& other) noexcept = default;
-
-Admission::Ticket& Admission::Ticket::operator=(Ticket&& other) noexcept {
-  if (this != &other) {
-    const Ticket old = std::move(*this);
-    admission_ = other.admission_;
-    charge_ = std::move(other.charge_);
-  }
-  return *this;
-}
-
-Admission::Ticket::~Ticket() {
-  if (charge_ == nullptr) return;
-  State& state = *admission_->state_;
-  bool let_in = false;
-  {
-    MutexLock lock(state.mutex);
-    state.End(charge_.get());
-    let_in = state.MayLetIn();
-  }
-  if (let_in) state.LetIn();
-}
-
-bool Admission::Ticket::Comes(RoomAsk ask) {
-  State& state = *admission_->state_;
-  const bool kept = !charge_->between_messages || charge_->takeable.exchange(false);
-  if (!kept || charge_->bytes < state.Charged(ask)) {
-    *this = Ticket();
-    return false;
-  }
-  if (charge_->between_messages && !ask.received) {
-    MutexLock lock(state.mutex);
-    charge_->granted = admission_->options().clock->Now();
-    charge_->received_bytes = std::move(ask.received_bytes);
-    charge_->too_slow = std::move(ask.too_slow);
-  }
-  return true;
-}
-
-bool Admission::Ticket::Received(int64_t bytes) {
-  if (charge_ == nullptr) return false;
-  State& state = *admission_->state_;
-  bytes = std::min(bytes, state.options.max_request_bytes);
-  if (charge_->turn_bytes == 0 && state.MayStay(*charge_, bytes)) {
-    charge_->receiving = false;
-    return true;
-  }
-  bool enough = false;
-  bool let_in = false;
-  {
-    MutexLock lock(state.mutex);
-    charge_->receiving = false;
-    state.EndTurn(charge_.get());
-    enough = bytes <= charge_->bytes;
-    state.Free(charge_.get(), enough ? bytes : 0);
-    let_in = state.MayLetIn();
-  }
-  if (!enough) *this = Ticket();
-  if (let_in) state.LetIn();
-  return enough;
+void Admission::Ticket::End::operator()(Charge* charge) const {
+  State& state = *charge->state;
+  state.Update([&](State::Answers&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state.mutex) {
+    if (charge->place != state.coming.end()) state.coming.erase(charge->place);
+    state.room.End(charge);
+  });
+  delete charge;
 }
 
 void Admission::Ticket::ShrinkTo(int64_t bytes) {
-  if (charge_ == nullptr || bytes >= charge_->bytes) return;
-  State& state = *admission_->state_;
-  if (state.MayStay(*charge_, bytes)) return;
-  bool let_in = false;
-  {
-    MutexLock lock(state.mutex);
-    state.Free(charge_.get(), bytes);
-    let_in = state.MayLetIn();
-  }
-  if (let_in) state.LetIn();
-}
-
-void Admission::Ticket::GiveBackLater() {
   if (charge_ == nullptr) return;
-  State& state = *admission_->state_;
-  MutexLock lock(state.mutex);
-  state.given_back.push_back(std::move(charge_));
-  state.alarm.RunBy(absl::InfinitePast());
+  charge_->receiving = false;
+  const bool stays =
+      charge_->part != RoomPart::kFirst && !charge_->took_turn && charge_->bytes - bytes < kFreed;
+  if (stays) return;
+  charge_->took_turn = false;
+  State& state = *charge_->state;
+  state.Update([&](State::Answers&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state.mutex) {
+    state.room.Free(charge_.get(), std::min(bytes, charge_->bytes));
+  });
 }
 
 int64_t Admission::Ticket::bytes() const { return charge_ == nullptr ? 0 : charge_->bytes; }
 
 Admission::Admission(const AdmissionOptions& options, Metrics* metrics)
-    : state_(std::make_unique<State>(this, options, metrics)) {}
+    : state_(std::make_unique<State>(options, metrics)) {}
 
-Admission::~Admission() {
-  BeginDrain();
-  std::vector<State::Answer> answers;
-  {
-    MutexLock lock(state_->mutex);
-    while (!state_->waiters.empty()) {
-      state_->Refuse(state_->waiters.begin(), DrainingError(), Refusal::kDraining, answers);
-    }
-  }
-  state_->Run(answers);
-}
+Admission::~Admission() { BeginDrain(); }
 
-std::optional<absl::StatusOr<Admission::Ticket>> Admission::TryEnter(RoomAsk& ask) {
-  MutexLock lock(state_->mutex);
-  auto answer = state_->Decide(ask);
-  state_->Publish();
-  return answer;
-}
-
-Admission::WaiterId Admission::Enter(RoomAsk ask, Ready ready) {
-  State& state = *state_;
-  std::optional<absl::StatusOr<Ticket>> answer;
-  WaiterId id = 0;
-  {
-    MutexLock lock(state.mutex);
-    answer = state.Decide(ask);
-    if (!answer.has_value()) id = state.Wait(std::move(ask), std::move(ready));
-    state.Publish();
-  }
-  if (answer.has_value()) {
-    ready(*std::move(answer));
-  } else {
-    state.LetIn();  // it may fit into a part that the calls before it cannot use
-  }
-  return id;
-}
-
-// nullopt: the call has to wait.
-std::optional<absl::StatusOr<Admission::Ticket>> Admission::State::Decide(RoomAsk& ask) {
-  const Room::Ask asked = Asked(ask);
-  if (draining && !ask.received) {
-    Count(Refusal::kDraining, ask.caller);
-    return DrainingError();
-  }
-  if (ask.deadline != absl::InfiniteFuture() && ask.deadline <= options.clock->Now()) {
-    Count(Refusal::kDeadline, ask.caller);
-    return LateError();
-  }
-  Room::Holder* const holder = room.HolderOf(ask.caller);
-  const int64_t quota = ask.caller.max_held_bytes;
-  if (quota > 0 && holder->held + holder->asked + asked.bytes > quota) {
-    Count(Refusal::kQuotaBytes, ask.caller);
-    absl::Status error = QuotaError(*holder, ask, asked.bytes);
-    room.Forget(holder);
-    return error;
-  }
-  if (const auto part = room.TryTake(holder, asked); part.has_value()) {
-    return MakeTicket(ask, holder, *part);
-  }
-  const int free_places = options.max_waiting_calls - room.waiting();
-  const bool has_room = room.held() + room.asked() + asked.bytes <= options.max_held_bytes;
-  if (holder->waiting < free_places || ask.received || has_room) {
-    room.Forget(holder);  // Wait makes it again
-    return std::nullopt;
-  }
-  Count(free_places > 0 ? Refusal::kCallerShare : Refusal::kLineFull, ask.caller);
-  absl::Status error = absl::ResourceExhaustedError(absl::StrFormat(
-      "held %d of %d bytes, %d of %d calls waiting, %d of this connection; retry after %d ms",
-      room.held(), options.max_held_bytes, room.waiting(), options.max_waiting_calls,
-      holder->waiting, absl::ToInt64Milliseconds(options.retry_delay)));
-  room.Forget(holder);
-  return error;
-}
-
-Admission::WaiterId Admission::State::Wait(RoomAsk ask, Ready ready) {
-  const WaiterId id = next_id++;
-  room.Wait(room.HolderOf(ask.caller), ask.caller.priority, id, Asked(ask));
-  const absl::Time deadline = ask.deadline;
-  waiters.emplace(id, Waiter{std::move(ask), std::move(ready)});
-  if (deadline != absl::InfiniteFuture()) deadlines.emplace(deadline, id);
-  alarm.RunBy(NextDue());
-  return id;
+Admission::Entry Admission::Enter(RoomAsk ask, Ready ready) {
+  Entry entry;
+  state_->Update([&](State::Answers&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_->mutex) {
+    entry.answer = state_->Decide(ask);
+    if (entry.answer.has_value()) return;
+    entry.waiter = state_->next_id++;
+    state_->Wait(std::move(ask), std::move(ready), entry.waiter);
+  });
+  return entry;
 }
 
 bool Admission::Abandon(WaiterId id) {
+  if (id == 0) return false;
   State::Waiter gone;  // destroyed after the lock: its captures may call back
-  {
-    MutexLock lock(state_->mutex);
-    auto it = state_->waiters.find(id);
-    if (it == state_->waiters.end()) return false;
-    gone = std::move(it->second);
-    state_->deadlines.erase({gone.ask.deadline, id});
-    state_->room.Leave(id);
-    state_->waiters.erase(it);
-  }
-  state_->LetIn();  // calls that waited for this one may have room
-  return true;
+  bool found = false;
+  state_->Update([&](State::Answers&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_->mutex) {
+    const auto it = state_->waiters.find(id);
+    found = it != state_->waiters.end();
+    if (found) gone = state_->Leave(it);
+  });
+  return found;
 }
 
 void Admission::BeginDrain() {
-  std::vector<State::Answer> answers;
-  {
-    MutexLock lock(state_->mutex);
-    if (!state_->draining && state_->metrics != nullptr) state_->metrics->Set(Gauge::kDraining, 1);
+  state_->Update([&](State::Answers& answers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_->mutex) {
     state_->draining = true;
-    for (auto it = state_->waiters.begin(); it != state_->waiters.end();) {
-      const auto waiter = it++;
-      if (waiter->second.ask.received) continue;
-      state_->Refuse(waiter, DrainingError(), Refusal::kDraining, answers);
-    }
-    state_->Publish();
-  }
-  state_->Run(answers);
-  state_->LetIn();
+    if (state_->metrics != nullptr) state_->metrics->Set(Gauge::kDraining, 1);
+    state_->RefuseIf([](const RoomAsk& ask) { return !ask.again; }, DrainingError(),
+                     Refusal::kDraining, answers);
+  });
 }
 
 bool Admission::draining() const { return state_->draining; }

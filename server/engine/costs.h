@@ -25,11 +25,6 @@ class Costs {
   // bytes. An op that never ran: 0.
   double PerRow(const BatchKey& key) const;
 
-  // The time of a job: its rows, each as PerRow.
-  absl::Duration OfJob(const JobSpec& spec) const {
-    return absl::Nanoseconds(PerRow(spec.key) * static_cast<double>(spec.rows()));
-  }
-
   // The time of a call, from its op and the size of its message. 0: the op never ran.
   absl::Duration OfCall(const OpTraits& op, int64_t payload_bytes) const;
 

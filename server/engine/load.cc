@@ -36,10 +36,8 @@ constexpr double kMaxShare = 1.0 / 8;
 // The farthest a sample may lie from the mean, as a logarithm.
 constexpr double kMaxStep = 1.0;
 
-// Deviations above the mean that a call must leave at its headers, and when its message is there:
-// by then most of its cost is paid, and only calls that are late for sure are dropped.
-constexpr double kHeaderMargin = 2.0;
-constexpr double kArrivedMargin = 0.0;
+// Deviations above the mean that a prediction allows for.
+constexpr double kMargin = 2.0;
 
 // The part of its time that a call may take by prediction. The rest is for what the server does not
 // see: its headers wait in the caller and in the socket before they are read.
@@ -77,37 +75,28 @@ std::optional<absl::Duration> RetryDelayOf(const absl::Status& status) {
   return absl::Milliseconds(ms);
 }
 
-size_t WorkAhead::BucketOf(const Share& share, size_t priority) {
-  const double work = static_cast<double>(share.work[priority]) / share.weight;
-  return std::min<size_t>(std::bit_width(static_cast<uint64_t>(std::min(work, 9e18))), 63);
-}
-
-void WorkAhead::Move(Share* share, Priority priority, int64_t change) {
+void WorkAhead::Add(Share* share, Priority priority, int64_t cost) {
   const auto p = static_cast<size_t>(priority);
-  if (share->work[p] > 0) {
-    Bucket& from = buckets_[p][BucketOf(*share, p)];
-    from.work -= share->work[p];
-    if (--from.callers == 0) {
-      from.weight = 0;
-      used_[p] &= ~(uint64_t{1} << BucketOf(*share, p));
+  int64_t& work = share->work[p];
+  const auto count = [&](int callers) {
+    if (work == 0) return;
+    const double by_weight = std::min(static_cast<double>(work) / share->weight, 9e18);  // 63 bits
+    const auto index = static_cast<size_t>(std::bit_width(static_cast<uint64_t>(by_weight)));
+    Bucket& bucket = buckets_[p][index];
+    bucket.work += callers * work;
+    bucket.weight += callers * share->weight;
+    bucket.callers += callers;
+    if (bucket.callers > 0) {
+      used_[p] |= uint64_t{1} << index;
     } else {
-      from.weight -= share->weight;
+      used_[p] &= ~(uint64_t{1} << index);
+      bucket.weight = 0;
     }
-  }
-  share->work[p] += change;
-  if (share->work[p] > 0) {
-    Bucket& to = buckets_[p][BucketOf(*share, p)];
-    to.work += share->work[p];
-    to.weight += share->weight;
-    ++to.callers;
-    used_[p] |= uint64_t{1} << BucketOf(*share, p);
-  }
-}
-
-void WorkAhead::Add(Share* share, Priority priority, int64_t cost) { Move(share, priority, cost); }
-
-void WorkAhead::Remove(Share* share, Priority priority, int64_t cost) {
-  Move(share, priority, -cost);
+  };
+  count(-1);
+  work += cost;
+  total_[p] += cost;
+  count(1);
 }
 
 double WorkAhead::Of(const Share& share, Priority priority, int64_t cost) const {
@@ -118,14 +107,8 @@ double WorkAhead::Of(const Share& share, Priority priority, int64_t cost) const 
     const Bucket& bucket = buckets_[p][static_cast<size_t>(std::countr_zero(left))];
     ahead += std::min(static_cast<double>(bucket.work), bucket.weight * mine);
   }
-  if (priority == Priority::kBatch) {
-    constexpr auto kFirst = static_cast<size_t>(Priority::kInteractive);
-    for (uint64_t left = used_[kFirst]; left != 0; left &= left - 1) {
-      ahead +=
-          static_cast<double>(buckets_[kFirst][static_cast<size_t>(std::countr_zero(left))].work);
-    }
-  }
-  return ahead;
+  if (priority == Priority::kInteractive) return ahead;
+  return ahead + static_cast<double>(total_[static_cast<size_t>(Priority::kInteractive)]);
 }
 
 void Slowness::Sample(double ahead, double took, double cost, bool complete) {
@@ -172,42 +155,13 @@ double Load::Ahead(double all, int64_t cost) const {
   return own + (all - own) / devices;
 }
 
-std::string Load::Refused::Text() const {
-  const int64_t retry_ms = absl::ToInt64Milliseconds(delay);
-  switch (why) {
-    case Why::kLate:
-      return absl::StrCat("predicted ", got, " ms, the deadline leaves ", allowed,
-                          " ms; retry after ", retry_ms, " ms");
-    case Why::kLongLine:
-      return absl::StrCat("predicted ", got, " ms, allowed ", allowed,
-                          " ms while more calls come than can be done; retry after ", retry_ms,
-                          " ms");
-    case Why::kUnknown:
-      break;
-  }
-  return absl::StrCat(got, " calls are not over, allowed ", allowed,
-                      " before the first calls have shown how long they take; retry after ",
-                      retry_ms, " ms");
-}
-
-absl::Status Load::Refused::ToStatus() const {
-  return WithRetryDelay(absl::ResourceExhaustedError(Text()), delay);
-}
-
-Load::Refused Load::Hopeless(absl::Duration predicted, absl::Duration left) {
-  return {.why = Refused::Why::kLate,
-          .reason = Refusal::kHopeless,
-          .got = absl::ToInt64Milliseconds(predicted),
-          .allowed = absl::ToInt64Milliseconds(left),
-          .delay = std::max(kMinRetry, predicted - std::max(left, kMinRetry))};
-}
-
-Load::Refused Load::Unknown(int calls) {
-  return {.why = Refused::Why::kUnknown,
-          .reason = Refusal::kOverloaded,
-          .got = calls,
-          .allowed = kUnknownCalls,
-          .delay = kUnknownRetry};
+absl::Status Load::Refuse(const Caller& caller, Refusal reason, const std::string& text,
+                          absl::Duration delay) const {
+  if (metrics_ != nullptr) metrics_->CountRefused(reason, caller.proof);
+  delay = std::max(kMinRetry, delay);
+  return WithRetryDelay(absl::ResourceExhaustedError(absl::StrCat(
+                            text, "; retry after ", absl::ToInt64Milliseconds(delay), " ms")),
+                        delay);
 }
 
 void Load::Shorten(uint64_t caller, absl::Time now, absl::Duration left) {
@@ -221,153 +175,99 @@ void Load::Shorten(uint64_t caller, absl::Time now, absl::Duration left) {
   line.until = now + kShortLine;
 }
 
-bool Load::IsShort(uint64_t caller, int calls, absl::Time now, absl::Duration left) const {
-  const auto line = shortened_.find(caller);
+bool Load::IsShort(const Call& call, const CallerWork& caller, absl::Time now,
+                   absl::Duration left) const {
+  const auto line = shortened_.find(call.caller.id);
   return line != shortened_.end() && now < line->second.until && left < line->second.below &&
-         calls >= kShortLineFree;
+         caller.calls >= kShortLineFree;
 }
 
-Load::Refused Load::TooLong(absl::Duration predicted, absl::Duration allowed) {
-  return {.why = Refused::Why::kLongLine,
-          .reason = Refusal::kOverloaded,
-          .got = absl::ToInt64Milliseconds(predicted),
-          .allowed = absl::ToInt64Milliseconds(allowed),
-          .delay = std::max(kMinRetry, predicted - allowed)};
-}
-
-Load::Decision Load::Decide(const Call& call, absl::Time now) {
-  Decision decision;
-  if (call.bytes.has_value()) {
-    decision.bytes = *call.bytes;
-  } else if (const auto mean = mean_bytes_.find(call.op); mean != mean_bytes_.end()) {
-    decision.bytes = static_cast<int64_t>(mean->second);
-  }
-  decision.cost = CostOf(*call.op, decision.bytes);
-  const auto cost = static_cast<double>(decision.cost);
-  const auto known = callers_.find(call.caller.id);
-  const bool active = known != callers_.end();
-  WorkAhead::Share share;
-  share.weight = call.caller.weight;
-  if (active) share = known->second.share[kCall];
-  const int calls = active ? known->second.calls : 0;
-  const size_t callers = callers_.size() + (active ? 0 : 1);
-  const Priority priority = call.caller.priority;
-  const auto all = ahead_[kCall].Of(share, priority, decision.cost);
-  decision.ahead = Ahead(all, decision.cost);
-
+// OK: the call may come.
+absl::Status Load::Judge(const Call& call, const CallerWork& caller, int64_t cost, double ahead,
+                         absl::Time now) {
   const absl::Duration left = call.deadline - now;
-  const std::optional<double> predicted = slowness_[kCall].Predict(decision.ahead, kHeaderMargin);
+  const std::optional<double> predicted = slowness_.Predict(ahead, kMargin);
   if (!predicted.has_value()) {
-    if (left < kUnknownTime && calls_ >= kUnknownCalls) {
-      decision.refused = Unknown(calls_);
-    }
-    return decision;
+    if (left >= kUnknownTime || calls_ < kUnknownCalls) return absl::OkStatus();
+    return Refuse(call.caller, Refusal::kOverloaded,
+                  absl::StrCat(calls_, " calls are not over, allowed ", kUnknownCalls,
+                               " before the first calls have shown how long they take"),
+                  kUnknownRetry);
   }
   if (metrics_ != nullptr) metrics_->Set(Gauge::kPredictedDelay, *predicted * 1e-9);
   const absl::Duration takes = absl::Nanoseconds(*predicted);
-  const bool light = calls == 0 && callers <= kFewCallers;
-  if (call.deadline != absl::InfiniteFuture() && !light && takes > left * kUsableTime) {
-    decision.probe = now - last_end_ > kStale && now - last_probe_ > kProbeEvery;
-    if (decision.probe) return decision;
+  const bool light = caller.calls == 0 && callers_.size() <= kFewCallers;
+  if (!light && takes > left * kUsableTime) {
+    if (now - last_end_ > kStale && now - last_probe_ > kProbeEvery) {
+      last_probe_ = now;
+      return absl::OkStatus();
+    }
     Shorten(call.caller.id, now, left);
-    decision.refused = Hopeless(takes / kUsableTime, left);
-    return decision;
+    const absl::Duration end = takes / kUsableTime;
+    return Refuse(call.caller, Refusal::kHopeless,
+                  absl::StrCat("predicted ", absl::ToInt64Milliseconds(end),
+                               " ms, the deadline leaves ", absl::ToInt64Milliseconds(left), " ms"),
+                  end - std::max(left, kMinRetry));
   }
-  if (!IsShort(call.caller.id, calls, now, left)) return decision;
+  if (!IsShort(call, caller, now, left)) return absl::OkStatus();
   // A small call may wait for as many of the caller's large ones as a large one may.
-  const double usual = static_cast<double>(share.work[static_cast<size_t>(priority)]) / calls;
-  const double alone = *slowness_[kCall].Predict(std::max(cost, usual), kHeaderMargin);
+  const auto priority = static_cast<size_t>(call.caller.priority);
+  const double usual = static_cast<double>(caller.share.work[priority]) / caller.calls;
+  const double alone = *slowness_.Predict(std::max(static_cast<double>(cost), usual), kMargin);
   const double part = left < kMuchTime ? kShortTime : kShortTimeOfMuch;
   const absl::Duration allowed = std::max(left * part, absl::Nanoseconds(alone) * short_calls_);
-  if (takes > allowed) {
-    Shorten(call.caller.id, now, left);
-    decision.refused = TooLong(takes, allowed);
-  }
-  return decision;
+  if (takes <= allowed) return absl::OkStatus();
+  Shorten(call.caller.id, now, left);
+  return Refuse(call.caller, Refusal::kOverloaded,
+                absl::StrCat("predicted ", absl::ToInt64Milliseconds(takes), " ms, allowed ",
+                             absl::ToInt64Milliseconds(allowed),
+                             " ms while more calls come than can be done"),
+                takes - allowed);
 }
 
 absl::Status Load::Begin(const Call& call, Work* work) {
   const absl::Time now = clock_.Now();
+  const int64_t cost = CostOf(*call.op, call.bytes);
   MutexLock lock(mutex_);
-  const Decision decision = Decide(call, now);
-  if (decision.refused.has_value()) {
-    if (metrics_ != nullptr) metrics_->CountRefused(decision.refused->reason, call.caller.proof);
-    return decision.refused->ToStatus();
-  }
-  if (decision.probe) last_probe_ = now;
-  CallerWork& caller = callers_[call.caller.id];
-  if (caller.calls == 0) {
-    for (WorkAhead::Share& share : caller.share) share.weight = call.caller.weight;
+  const auto it = callers_.try_emplace(call.caller.id).first;
+  CallerWork& caller = it->second;
+  if (caller.calls == 0) caller.share.weight = call.caller.weight;
+  const double all = ahead_.Of(caller.share, call.caller.priority, cost);
+  const double ahead = Ahead(all, cost);
+  absl::Status refusal = Judge(call, caller, cost, ahead, now);
+  if (!refusal.ok()) {
+    if (caller.calls == 0) callers_.erase(it);
+    return refusal;
   }
   ++calls_;
   ++caller.calls;
-  ahead_[kCall].Add(&caller.share[kCall], call.caller.priority, decision.cost);
-  work->load_ = this;
-  work->caller_ = call.caller;
-  work->op_ = call.op;
-  work->deadline_ = call.deadline;
-  work->expected_bytes_ = decision.bytes;
-  work->stated_ = call.bytes.has_value();
-  work->received_ = call.received;
-  work->cost_ = {decision.cost, 0};
-  work->ahead_ = {decision.ahead, 0};
-  work->since_ = {now, now};
+  ahead_.Add(&caller.share, call.caller.priority, cost);
+  work->data_ = {.load = this, .call = call, .cost = cost, .ahead = ahead, .since = now};
   return absl::OkStatus();
 }
 
-absl::Status Load::Arrived(Work* work, int64_t message_bytes, const JobSpec& spec) {
-  const absl::Time now = clock_.Now();
-  const int64_t cost = CostOf(*work->op_, message_bytes);
-  const int64_t job_cost = std::max<int64_t>(
-      costs_ == nullptr ? 0 : absl::ToInt64Nanoseconds(costs_->OfJob(spec)), cost / 4);
+void Load::Arrived(Work::Data* work, int64_t bytes) {
+  work->arrived = true;
+  if (bytes == work->call.bytes) return;
+  const int64_t cost = CostOf(*work->call.op, bytes);
   MutexLock lock(mutex_);
-  if (!work->stated_) {
-    const auto bytes = static_cast<double>(message_bytes);
-    const auto [mean, first] = mean_bytes_.try_emplace(work->op_, bytes);
-    mean->second += (bytes - mean->second) * kShare;
-  }
-  CallerWork& caller = callers_[work->caller_.id];
-  const Priority priority = work->caller_.priority;
-  // From here on the true size counts.
-  if (cost != work->cost_[kCall]) {
-    ahead_[kCall].Remove(&caller.share[kCall], priority, work->cost_[kCall]);
-    ahead_[kCall].Add(&caller.share[kCall], priority, cost);
-    work->cost_[kCall] = cost;
-  }
-  const double ahead = Ahead(ahead_[kJob].Of(caller.share[kJob], priority, job_cost), job_cost);
-  work->arrived_ = true;
-  work->cost_[kJob] = job_cost;
-  work->ahead_[kJob] = ahead;
-  work->since_[kJob] = now;
-  const bool alone = caller.share[kJob].work[static_cast<size_t>(priority)] == 0;
-  ahead_[kJob].Add(&caller.share[kJob], priority, job_cost);
-  const std::optional<double> predicted = slowness_[kJob].Predict(ahead, kArrivedMargin);
-  if (!predicted.has_value() || work->deadline_ == absl::InfiniteFuture() || alone) {
-    return absl::OkStatus();
-  }
-  const absl::Duration takes = absl::Nanoseconds(*predicted);
-  if (takes <= work->deadline_ - now) return absl::OkStatus();
-  if (metrics_ != nullptr) metrics_->CountRefused(Refusal::kHopelessLate, work->caller_.proof);
-  return Hopeless(takes, work->deadline_ - now).ToStatus();
+  ahead_.Add(&callers_.at(work->call.caller.id).share, work->call.caller.priority,
+             cost - work->cost);
+  work->cost = cost;
 }
 
-void Load::End(Work* work, bool complete) {
+void Load::End(const Work::Data& work, bool complete) {
   const absl::Time now = clock_.Now();
   MutexLock lock(mutex_);
-  const auto it = callers_.find(work->caller_.id);
-  CallerWork& caller = it->second;
-  const Priority priority = work->caller_.priority;
-  const int stages = work->arrived_ ? 2 : 1;
-  for (int stage = 0; stage < stages; ++stage) {
-    ahead_[stage].Remove(&caller.share[stage], priority, work->cost_[stage]);
-    if (!work->arrived_ || (stage == kCall && work->received_)) continue;
-    slowness_[stage].Sample(work->ahead_[stage],
-                            absl::ToDoubleNanoseconds(now - work->since_[stage]),
-                            static_cast<double>(work->cost_[stage]), complete);
+  const auto it = callers_.find(work.call.caller.id);
+  ahead_.Add(&it->second.share, work.call.caller.priority, -work.cost);
+  if (work.arrived) {
+    slowness_.Sample(work.ahead, absl::ToDoubleNanoseconds(now - work.since),
+                     static_cast<double>(work.cost), complete);
   }
   if (complete) last_end_ = now;
   --calls_;
-  if (--caller.calls == 0) callers_.erase(it);
+  if (--it->second.calls == 0) callers_.erase(it);
 }
 
 int Load::callers() const {
@@ -377,39 +277,20 @@ int Load::callers() const {
 
 std::optional<absl::Duration> Load::PredictNext() const {
   MutexLock lock(mutex_);
-  const Slowness& slowness = slowness_[kCall];
-  const auto cost = static_cast<int64_t>(slowness.mean_cost());
-  const double ahead =
-      Ahead(ahead_[kCall].Of(WorkAhead::Share(), Priority::kInteractive, cost), cost);
-  const std::optional<double> predicted = slowness.Predict(ahead, /*deviations=*/0);
+  const auto cost = static_cast<int64_t>(slowness_.mean_cost());
+  const double all = ahead_.Of(WorkAhead::Share(), Priority::kInteractive, cost);
+  const std::optional<double> predicted = slowness_.Predict(Ahead(all, cost), /*deviations=*/0);
   if (!predicted.has_value()) return std::nullopt;
   return absl::Nanoseconds(*predicted);
 }
 
-Load::Work& Load::Work::operator=(Work&& other) noexcept {
-  if (this != &other) {
-    End(false);
-    load_ = std::exchange(other.load_, nullptr);
-    caller_ = other.caller_;
-    op_ = other.op_;
-    deadline_ = other.deadline_;
-    expected_bytes_ = other.expected_bytes_;
-    stated_ = other.stated_;
-    received_ = other.received_;
-    arrived_ = other.arrived_;
-    cost_ = other.cost_;
-    ahead_ = other.ahead_;
-    since_ = other.since_;
-  }
-  return *this;
-}
-
-absl::Status Load::Work::Arrived(int64_t message_bytes, const JobSpec& spec) {
-  return load_ == nullptr ? absl::OkStatus() : load_->Arrived(this, message_bytes, spec);
+void Load::Work::Arrived(int64_t bytes) {
+  if (data_.load != nullptr) data_.load->Arrived(&data_, bytes);
 }
 
 void Load::Work::End(bool complete) {
-  if (load_ != nullptr) std::exchange(load_, nullptr)->End(this, complete);
+  const Data data = std::exchange(data_, {});
+  if (data.load != nullptr) data.load->End(data, complete);
 }
 
 }  // namespace logitd::engine

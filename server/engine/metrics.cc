@@ -25,13 +25,11 @@ namespace {
 using prometheus::Counter;
 
 constexpr int kCodes = 17;  // absl::StatusCode::kOk .. kUnauthenticated
-constexpr int kRefusals = 18;
+constexpr int kRefusals = 17;
 constexpr std::array<const char*, kRefusals> kRefusalNames = {
-    "draining",         "deadline",     "line_full",       "too_large",
-    "invalid",          "caller_share", "slow_receive",    "hopeless",
-    "hopeless_late",    "overloaded",   "unauthenticated", "role",
-    "quota_bytes",      "quota_rows",   "quota_calls",     "header_list",
-    "connection_bytes", "early_bytes"};
+    "draining",     "deadline",    "line_full",   "too_large",        "invalid",    "caller_share",
+    "slow_receive", "hopeless",    "overloaded",  "unauthenticated",  "role",       "quota_bytes",
+    "quota_rows",   "quota_calls", "header_list", "connection_bytes", "early_bytes"};
 
 // In the order of Proof.
 constexpr std::array<const char*, 4> kProofNames = {"none", "token", "certificate", "user"};

@@ -61,7 +61,6 @@ enum class Refusal {
   kCallerShare,      // "caller_share": too many calls of this caller wait for memory
   kSlowReceive,      // "slow_receive": its message came too slowly while other calls waited
   kHopeless,         // "hopeless": it would have ended after its deadline, by estimate
-  kHopelessLate,     // "hopeless_late": the same, found out when its message was there
   kOverloaded,       // "overloaded": more calls come than end, and the caller's line is kept short
   kUnauthenticated,  // "unauthenticated": no identity, or a wrong token
   kRole,             // "role": the identity lacks the method's role

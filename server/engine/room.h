@@ -4,13 +4,13 @@
 #define LOGITD_SERVER_ENGINE_ROOM_H_
 
 #include <array>
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "server/engine/caller.h"
@@ -24,117 +24,108 @@ enum class RoomPart : uint8_t {
   kFirst,  // for callers that hold nothing: one largest message
 };
 
-// Not thread-safe. `Waiter` is opaque here: an id that only grows.
+// Not thread-safe. Each caller has a line for each priority; the order of the lines is start-time fair
+// queueing (Goyal, Vin, Cheng 1996) of bytes by weight, interactive lines first.
 class Room {
  public:
-  // A message that its peer may send before it is asked for needs no turn.
-  static constexpr int64_t kUnaskedBytes = int64_t{64} << 10;
-  static constexpr int64_t kSmallAsk =
-      (int64_t{1} << 20) + (int64_t{64} << 10);  // 1 MiB and small fields
-  using WaiterId = uint64_t;
-  struct Line;
+  // 1 MiB and small fields.
+  static constexpr int64_t kSmallAsk = (int64_t{1} << 20) + (int64_t{64} << 10);
+  using WaiterId = uint64_t;  // opaque; grows from call to call
 
+  struct Ask {
+    int64_t bytes = 0;
+    bool needs_turn = false;
+  };
+  struct Holder;
+  // The waiting calls of one caller and priority.
+  struct Line {
+    Holder* holder = nullptr;
+    Priority priority = Priority::kInteractive;
+    double start = 0;  // virtual time
+    std::map<WaiterId, Ask> calls;
+  };
   // Exists while the caller holds room or waits.
   struct Holder {
-    uint64_t id;
-    double weight;
+    uint64_t id = 0;
+    double weight = 1;
     int64_t held = 0;
     int64_t asked = 0;  // by its waiting calls
-    int charges = 0;    // not given back, those of 0 bytes included
+    int charges = 0;    // not ended, those of 0 bytes included
     int waiting = 0;
-    double served = 0;  // virtual time up to which it has had its share
-    // The admission's: what its connection had received when it last looked, the rate up to then,
-    // and the messages for which that suffices.
-    int64_t seen_bytes = 0;
-    int64_t seen_ns = 0;
-    double rate = 0;  // bytes per second
-    int receiving = 0;
-    std::array<std::unique_ptr<Line>, 2> lines;  // by Priority; null until used
-    ~Holder();
+    double served = 0;          // virtual time up to which it has had its share
+    std::array<Line, 2> lines;  // by Priority
+  };
+  // The room of a call.
+  struct Charge {
+    Holder* holder = nullptr;
+    RoomPart part = RoomPart::kCommon;
+    int64_t bytes = 0;
+    bool has_turn = false;
   };
 
-  // A call's request.
-  struct Ask {
-    int64_t bytes = 0;      // of room
-    int64_t receiving = 0;  // bytes that will be received; 0: it needs no turn
-  };
-
-  struct Next {
-    WaiterId waiter;
-    Holder* holder;
-    Ask ask;
-    RoomPart part;
-  };
-
-  // `max_receiving`: bytes of messages that are received at the same time; 0: any. So many calls may
-  // always receive: `min_receiving_calls`.
+  // `max_receiving`: bytes that are asked for by calls that have a turn; 0: any. So many calls may
+  // always have one: `min_receiving_calls`.
   Room(int64_t max_message, int64_t max_held, int64_t max_receiving, int min_receiving_calls);
-  ~Room();
 
   Holder* HolderOf(const Caller& caller);
   // Ends a holder that holds nothing and does not wait.
   void Forget(Holder* holder);
 
-  // Charges a call at once, unless calls wait, no part has room for it or it is not its turn.
-  std::optional<RoomPart> TryTake(Holder* holder, const Ask& ask);
+  // Charges a call at once, unless other calls come first, no part has room for it or it is not its turn.
+  std::optional<Charge> TryTake(Holder* holder, const Ask& ask);
   // Puts a call at the end of its line.
   void Wait(Holder* holder, Priority priority, WaiterId waiter, const Ask& ask);
-  // Takes a call out of its line, without room. False: it does not wait.
-  bool Leave(WaiterId waiter);
-  // The next call that has room and whose turn it is: it leaves its line and is charged.
-  std::optional<Next> Grant();
-  // A message of Ask::receiving bytes is there, or does not count any longer.
-  void EndTurn(int64_t receiving);
+  // Takes a waiting call out of its line, without room. Its holder may be gone afterwards.
+  void Leave(Holder* holder, Priority priority, WaiterId waiter);
+  // The next call that has room and whose turn it is: it leaves its line and is charged. A call may pass
+  // those that wait for room if it needs nothing of the common part, and those that wait for a turn if
+  // it needs none.
+  // Cost: O(lines) where the first one may not go and small calls wait, or the first part has room.
+  std::optional<std::pair<WaiterId, Charge>> Grant();
 
-  // Gives `bytes` of a charge back. `kept`: what is left of the charge; it moves to the common part
-  // if it fits there.
-  void Free(Holder* holder, RoomPart* part, int64_t bytes, int64_t kept);
-  // The charge is over, and holds 0 bytes. `holder` may be gone afterwards.
-  void End(Holder* holder);
+  // The message of a charge is there, or does not count any longer.
+  void EndTurn(Charge* charge);
+  // Gives a charge back, except `kept` bytes. These move to the common part if they fit there.
+  void Free(Charge* charge, int64_t kept);
+  // Gives all of it back. Its holder may be gone afterwards.
+  void End(Charge* charge);
 
   int64_t held() const { return held_; }
   // Bytes that waiting calls ask for.
   int64_t asked() const { return asked_; }
-  // A call waits because there is no room, not only because it is not its turn.
+  // The first call waits because there is no room, not only because it is not its turn.
   bool IsShort() const;
-  int waiting() const { return static_cast<int>(line_of_.size()); }
+  int waiting() const { return waiting_; }
   int holders() const { return static_cast<int>(holders_.size()); }
 
  private:
-  // The lowest is served first.
-  struct Key {
-    Priority priority;
-    double start;  // virtual time
-    WaiterId head;
-    Line* line;
-    friend auto operator<=>(const Key&, const Key&) = default;
+  struct Earlier {
+    bool operator()(const Line* a, const Line* b) const;
   };
 
+  int64_t& FreeOf(RoomPart part) { return free_[static_cast<size_t>(part)]; }
   bool Fits(RoomPart part, int64_t bytes) const {
     return bytes <= free_[static_cast<size_t>(part)];
   }
-  std::optional<RoomPart> PartFor(const Holder& holder, int64_t bytes) const;
-  bool IsTurn(const Holder& holder, int64_t receiving) const;
-  void Charge(Holder* holder, RoomPart part, const Ask& ask);
-  void List(Line* line);
-  void Unlist(Line* line);
-  void ListAll(Holder* holder);
-  void UnlistAll(Holder* holder);
-  Next Take(Line* line, RoomPart part);
+  // `common`: it may use the common part.
+  std::optional<RoomPart> PartFor(const Holder& holder, int64_t bytes, bool common = true) const;
+  bool NeedsTurn(const Holder& holder, const Ask& ask) const;
+  bool HasTurn(const Ask& ask) const;
+  Charge Take(Holder* holder, RoomPart part, const Ask& ask);
+  void Remove(Line* line, WaiterId waiter, double start);
 
   std::array<int64_t, 3> free_;  // by RoomPart
   int64_t held_ = 0;
   int64_t asked_ = 0;
+  int waiting_ = 0;
+  int small_waiting_ = 0;  // of these, calls that ask for kSmallAsk or less
   const int64_t max_receiving_;
   const int min_receiving_calls_;
   int64_t receiving_bytes_ = 0;
   int receiving_calls_ = 0;
   double now_ = 0;  // virtual time: the start of the last call that was let in
   absl::flat_hash_map<uint64_t, std::unique_ptr<Holder>> holders_;
-  absl::flat_hash_map<WaiterId, Line*> line_of_;
-  std::set<Key> order_;  // every line with a call
-  std::set<Key> small_;  // of these, lines whose first call is small
-  std::set<Key> first_;  // lines of callers that hold nothing
+  std::set<Line*, Earlier> order_;  // the lines with calls
 };
 
 }  // namespace logitd::engine

@@ -7,8 +7,11 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/engine/devices.h"
 #include "server/engine/metrics.h"
 #include "tests/engine/test_job.h"
@@ -34,7 +37,7 @@ TEST(WorkAheadTest, OfEveryOtherCallerCountsNotMoreThanTheOwnWork) {
   ahead.Add(&other.share, Priority::kInteractive, 64);
   EXPECT_EQ(ahead.Of(light.share, Priority::kInteractive, 1000), 1000 + 1000 + 64);
   EXPECT_EQ(ahead.Of(heavy.share, Priority::kInteractive, 1000), 1'001'000 + 64);
-  ahead.Remove(&heavy.share, Priority::kInteractive, 1'000'000);
+  ahead.Add(&heavy.share, Priority::kInteractive, -1'000'000);
   EXPECT_EQ(ahead.Of(light.share, Priority::kInteractive, 1000), 1064);
 }
 
@@ -95,280 +98,131 @@ TEST(SlownessTest, AnUnfinishedCallCountsOnlyAsSlow) {
 // A server that does one call after another, each in 10 ms.
 class LoadTest : public ::testing::Test {
  protected:
+  using Works = std::deque<Load::Work>;
   static constexpr absl::Duration kTakes = absl::Milliseconds(10);
 
-  absl::Status Begin(uint64_t caller, absl::Duration left, Load::Work* work) {
-    return load_.Begin(
-        {.caller = {.id = caller}, .op = &kOp, .bytes = 1000, .deadline = clock_.Now() + left},
+  absl::Status Begin(uint64_t caller, absl::Duration left, Load::Work* work, int64_t bytes = 1000) {
+    return load_->Begin(
+        {.caller = {.id = caller}, .op = &kOp, .bytes = bytes, .deadline = clock_.Now() + left},
         work);
   }
+  bool LetsIn(uint64_t caller, absl::Duration left, int64_t bytes = 1000) {
+    Load::Work work;
+    return Begin(caller, left, &work, bytes).ok();
+  }
 
-  // One call of `caller` in 10 ms, or what it `takes`, if it is let in.
+  // One call of `caller`, if it is let in.
   bool RunOne(uint64_t caller, absl::Duration left = absl::InfiniteDuration(),
               absl::Duration takes = kTakes) {
     Load::Work work;
     if (!Begin(caller, left, &work).ok()) return false;
-    EXPECT_TRUE(work.Arrived(1000, spec_).ok());
+    work.Arrived(1000);
     clock_.Advance(takes);
     work.End(true);
     return true;
   }
+  void Learn(absl::Duration takes = kTakes) {
+    for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1, absl::InfiniteDuration(), takes));
+  }
 
-  // How many calls of `caller` are let in before one is refused; 1000 at most.
-  int Fill(uint64_t caller, absl::Duration left, std::deque<Load::Work>* works) {
-    absl::Status refusal;
-    while (refusal.ok() && works->size() < 1000) {
+  // Adds calls of `caller` until one is refused; 1000 at most. Returns how many there are then.
+  int Fill(uint64_t caller, absl::Duration left, Works* works) {
+    do {
       works->emplace_back();
-      refusal = Begin(caller, left, &works->back());
-    }
+      refusal_ = Begin(caller, left, &works->back());
+    } while (refusal_.ok() && works->size() < 1000);
     works->pop_back();
     return static_cast<int>(works->size());
   }
-
-  // Ends all calls but the first `kept`.
-  static void Drain(std::deque<Load::Work>* works, size_t kept) {
-    while (works->size() > kept) works->pop_back();
-  }
-
-  void Learn() {
-    for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1));
+  void Expect(const std::string& reason, int count) {
+    EXPECT_THAT(Scrape(metrics_),
+                HasSubstr(absl::StrCat("logitd_refused_total{identity=\"none\",reason=\"", reason,
+                                       "\"} ", count, "\n")));
   }
 
   static constexpr OpTraits kOp = {.name = "op"};
   ManualClock clock_;
   Metrics metrics_{{}};
-  Load load_{/*costs=*/nullptr, &metrics_, clock_};
-  JobSpec spec_{.key = {.op = &kOp}, .counts = {1}};
+  std::optional<Load> load_{std::in_place, /*costs=*/nullptr, &metrics_, clock_};
+  absl::Status refusal_;
 };
-
-TEST_F(LoadTest, WithoutAnEstimateNothingIsRefused) {
-  std::deque<Load::Work> works(100);
-  for (Load::Work& work : works) {
-    EXPECT_TRUE(Begin(1, absl::Milliseconds(1), &work).ok());
-  }
-}
 
 // A flood at the start would otherwise keep every call from ending in time.
 TEST_F(LoadTest, WithoutAnEstimateOnly256CallsWithADeadlineAreLetIn) {
-  std::deque<Load::Work> works;
+  Works works;
   EXPECT_EQ(Fill(1, absl::Milliseconds(200), &works), 256);
-  Load::Work work, patient;
-  const absl::Status refusal = Begin(2, absl::Milliseconds(200), &work);
-  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
-  EXPECT_THAT(refusal.message(), HasSubstr("256 calls are not over, allowed 256"));
-  EXPECT_EQ(RetryDelayOf(refusal), absl::Milliseconds(10));
-  EXPECT_TRUE(Begin(2, absl::Seconds(5), &patient).ok()) << "it has time";
+  EXPECT_TRUE(absl::IsResourceExhausted(refusal_));
+  EXPECT_EQ(refusal_.message(),
+            "256 calls are not over, allowed 256 before the first calls have shown how long they "
+            "take; retry after 10 ms");
+  EXPECT_EQ(RetryDelayOf(refusal_), absl::Milliseconds(10));
+  EXPECT_TRUE(LetsIn(2, absl::Seconds(5))) << "it has time";
   works.pop_back();
-  works.pop_back();
-  EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &work).ok());
+  EXPECT_TRUE(LetsIn(2, absl::Milliseconds(200)));
 }
 
 TEST_F(LoadTest, DevicesShareTheWorkOfOtherCallsAndALostOneDoesNone) {
   FakeBackend first, second;
   Devices devices({&first, &second});
-  Load load(/*costs=*/nullptr, &metrics_, clock_, &devices);
-  const auto begin = [&](absl::Duration left, Load::Work* work) {
-    return load.Begin(
-        {.caller = {.id = 1}, .op = &kOp, .bytes = 1000, .deadline = clock_.Now() + left}, work);
-  };
-  for (int i = 0; i < 100; ++i) {
-    Load::Work work;
-    ASSERT_TRUE(begin(absl::InfiniteDuration(), &work).ok());
-    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
-    clock_.Advance(kTakes);
-    work.End(true);
-  }
-  std::deque<Load::Work> works;
-  const auto fill = [&] {
-    absl::Status refusal;
-    while (refusal.ok() && works.size() < 100) {
-      works.emplace_back();
-      refusal = begin(absl::Milliseconds(200), &works.back());
-    }
-    works.pop_back();
-    return static_cast<double>(works.size());
-  };
+  load_.emplace(/*costs=*/nullptr, &metrics_, clock_, &devices);
+  Learn();
+  Works works;
   // Four fifths of 200 ms are a call of 10 ms and 30 others on two devices.
-  EXPECT_NEAR(fill(), 31, 2);
-  const absl::Duration on_two = *load.PredictNext();
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(200), &works), 31, 2);
+  const absl::Duration on_two = *load_->PredictNext();
   EXPECT_NEAR(absl::ToDoubleMilliseconds(on_two), 15, 2);  // its own, and as much of caller 1
   devices.Lose(1);
-  EXPECT_NEAR(absl::ToDoubleMilliseconds(*load.PredictNext()), 20, 2);
-  Load::Work late;
-  EXPECT_TRUE(absl::IsResourceExhausted(begin(absl::Milliseconds(200), &late)));
+  EXPECT_NEAR(absl::ToDoubleMilliseconds(*load_->PredictNext()), 20, 2);
+  EXPECT_FALSE(LetsIn(1, absl::Milliseconds(200)));
   clock_.Advance(Load::kShortLine);
-  while (works.size() > 10) works.pop_back();
-  EXPECT_NEAR(fill(), 16, 2);
+  works.resize(10);
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(200), &works), 16, 2);
 }
 
 TEST_F(LoadTest, ACallThatCannotEndInTimeIsRefusedWithBothTimes) {
   Learn();
-  std::deque<Load::Work> works;
-  absl::Status refusal;
-  while (refusal.ok() && works.size() < 100) {
-    works.emplace_back();
-    refusal = Begin(1, absl::Milliseconds(200), &works.back());
-  }
+  Works works;
   // Four fifths of 200 ms are 16 calls of 10 ms.
-  EXPECT_NEAR(static_cast<double>(works.size()), 17, 2);
-  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
-  EXPECT_THAT(refusal.message(), HasSubstr("predicted 2"));
-  EXPECT_THAT(refusal.message(), HasSubstr("the deadline leaves 200 ms; retry after "));
-  ASSERT_TRUE(RetryDelayOf(refusal).has_value());
-  EXPECT_GE(*RetryDelayOf(refusal), absl::Milliseconds(1));
-  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(30));
-  EXPECT_THAT(Scrape(metrics_),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
-  // A call without a deadline, and one with more time.
-  Load::Work patient, longer;
-  EXPECT_TRUE(Begin(1, absl::InfiniteDuration(), &patient).ok());
-  EXPECT_TRUE(Begin(1, absl::Milliseconds(400), &longer).ok());
+  EXPECT_NEAR(Fill(1, absl::Milliseconds(200), &works), 16, 2);
+  EXPECT_TRUE(absl::IsResourceExhausted(refusal_));
+  EXPECT_THAT(refusal_.message(), HasSubstr("predicted 2"));
+  EXPECT_THAT(refusal_.message(), HasSubstr(" ms, the deadline leaves 200 ms; retry after "));
+  EXPECT_GE(RetryDelayOf(refusal_), absl::Milliseconds(1));
+  EXPECT_LE(RetryDelayOf(refusal_), absl::Milliseconds(30));
+  Expect("hopeless", 1);
+  EXPECT_TRUE(LetsIn(1, absl::InfiniteDuration()));
+  EXPECT_TRUE(LetsIn(1, absl::Milliseconds(400)));
 }
 
 TEST_F(LoadTest, ALightCallerIsJudgedByItsShare) {
   Learn();
-  std::deque<Load::Work> flood(1000);
+  Works flood(1000);
   for (Load::Work& work : flood) ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
-  Load::Work first, second, third;
+  Load::Work first, second;
   EXPECT_TRUE(Begin(2, absl::Milliseconds(25), &first).ok());
   EXPECT_TRUE(Begin(2, absl::Milliseconds(55), &second).ok());
-  EXPECT_FALSE(Begin(2, absl::Milliseconds(55), &third).ok());
+  EXPECT_FALSE(LetsIn(2, absl::Milliseconds(55)));
 }
 
-TEST_F(LoadTest, AfterARefusalTheLineOfThatCallerIsKeptShort) {
+TEST_F(LoadTest, TheSizeOfWhatArrivedCounts) {
   Learn();
-  std::deque<Load::Work> works;
-  // Four fifths of 4 s are 320 calls of 10 ms. A tenth of it is 400 ms, 40 of them.
-  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 320, 40);
-  Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 40, 5);
-  EXPECT_THAT(Scrape(metrics_),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 1\n"));
-  EXPECT_THAT(Scrape(metrics_),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"overloaded\"} 1\n"));
-  Load::Work refused, patient, longer, other;
-  const absl::Status refusal = Begin(1, absl::Seconds(4), &refused);
-  EXPECT_TRUE(absl::IsResourceExhausted(refusal));
-  EXPECT_THAT(refusal.message(),
-              HasSubstr("allowed 400 ms while more calls come than can be done"));
-  ASSERT_TRUE(RetryDelayOf(refusal).has_value());
-  EXPECT_LE(*RetryDelayOf(refusal), absl::Milliseconds(100));
-  // Other callers, and calls with twice the time or without a deadline, may wait.
-  EXPECT_TRUE(Begin(1, absl::InfiniteDuration(), &patient).ok());
-  EXPECT_TRUE(Begin(1, absl::Seconds(8), &longer).ok());
-  std::deque<Load::Work> others;
-  EXPECT_GT(Fill(2, absl::Seconds(4), &others), 100);
-}
-
-TEST_F(LoadTest, AShortLineHolds8CallsHoweverShortTheirDeadline) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(500), &works);  // four fifths are 40 calls
-  Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Milliseconds(500), &works), Load::kShortCalls, 1);
-}
-
-TEST_F(LoadTest, WithLessThanASecondAShortLineTakes3PercentOfTheTime) {
-  for (int i = 0; i < 100; ++i) ASSERT_TRUE(RunOne(1, absl::InfiniteDuration(), kTakes / 10));
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(900), &works);
-  Drain(&works, 2);
-  EXPECT_NEAR(Fill(1, absl::Milliseconds(900), &works), 27, 3) << "of 1 ms in 27 ms";
-}
-
-TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
-  EXPECT_EQ(Load::ShortCallsFor(1), 8);
-  EXPECT_EQ(Load::ShortCallsFor(16), 32);
-}
-
-// Every caller of many may have two calls in its line, and a third one only in a line that is short.
-TEST_F(LoadTest, BesideTwoCallsAnotherOneIsRefusedWhereTheLineIsLong) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Milliseconds(500), &works);
-  Drain(&works, 2);
-  // Eight others have as much work as this caller with a third call: 80 ms and more in all.
-  std::deque<Load::Work> others(24);
-  for (size_t i = 0; i < others.size(); ++i) {
-    ASSERT_TRUE(Begin(10 + i % 8, absl::InfiniteDuration(), &others[i]).ok());
-  }
-  Load::Work second, third;
-  EXPECT_FALSE(Begin(1, absl::Milliseconds(500), &third).ok());
-  Drain(&works, 1);
-  EXPECT_TRUE(Begin(1, absl::Milliseconds(500), &second).ok());
-}
-
-// A short line runs empty now and then: that must not make it long again.
-TEST_F(LoadTest, TheLineStaysShortWhenTheCallerHasNoCallsForAMoment) {
-  Learn();
-  std::deque<Load::Work> works;
-  const int all = Fill(1, absl::Seconds(4), &works);
-  works.clear();
-  EXPECT_EQ(load_.callers(), 0);
-  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
-}
-
-// The first refused call may be one whose headers came late.
-TEST_F(LoadTest, ARefusedCallWithLittleTimeDoesNotLetTheOthersWait) {
-  Learn();
-  std::deque<Load::Work> works;
-  const int all = Fill(1, absl::Seconds(4), &works);
-  Load::Work late;
-  EXPECT_FALSE(Begin(1, absl::Milliseconds(20), &late).ok());
-  Drain(&works, 2);
-  EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4);
-}
-
-TEST_F(LoadTest, TheLineStaysShortAsLongAsItsCallsAreRefused) {
-  Learn();
-  std::deque<Load::Work> works;
-  const int all = Fill(1, absl::Seconds(4), &works);
-  for (int i = 0; i < 5; ++i) {
-    Drain(&works, 2);
-    clock_.Advance(Load::kShortLine - absl::Milliseconds(1));
-    EXPECT_LT(Fill(1, absl::Seconds(4), &works), all / 4) << i;
-  }
-}
-
-TEST_F(LoadTest, TheLineMayGrowAgainAfterAWhile) {
-  Learn();
-  std::deque<Load::Work> works;
-  const int all = Fill(1, absl::Seconds(4), &works);
-  Drain(&works, 2);
-  clock_.Advance(Load::kShortLine);
-  EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), all, 2);
-}
-
-TEST_F(LoadTest, ASmallCallMayWaitForLargeOnesInAShortLine) {
-  Learn();
-  std::deque<Load::Work> works;
-  Fill(1, absl::Seconds(4), &works);
-  Drain(&works, 5);
-  Load::Work small;
-  EXPECT_TRUE(load_
-                  .Begin({.caller = {.id = 1},
-                          .op = &kOp,
-                          .bytes = 1,
-                          .deadline = clock_.Now() + absl::Seconds(1)},
-                         &small)
-                  .ok());
+  Works works(2);
+  for (Load::Work& work : works) ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
+  EXPECT_TRUE(LetsIn(1, absl::Milliseconds(200)));
+  works[0].Arrived(100 << 20);  // in a lease
+  EXPECT_FALSE(LetsIn(1, absl::Milliseconds(200)));
 }
 
 TEST_F(LoadTest, AnIdleServerLetsCallsIn) {
   Learn();
-  Load::Work work;
-  EXPECT_TRUE(Begin(7, absl::Microseconds(1), &work).ok());
+  EXPECT_TRUE(LetsIn(7, absl::Microseconds(1)));
 }
 
 TEST_F(LoadTest, AWrongEstimateRecovers) {
   Learn();
-  // The server stands still for a while: calls took 10 s.
+  // The server stands still for a while.
   for (int i = 0; i < 50; ++i) {
-    Load::Work work;
-    ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
-    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
-    clock_.Advance(absl::Seconds(10));
-    work.End(true);
+    ASSERT_TRUE(RunOne(1, absl::InfiniteDuration(), absl::Seconds(10)));
   }
   // Another caller has something outstanding all the time, and this one has two calls at a time.
   Load::Work stuck;
@@ -378,7 +232,8 @@ TEST_F(LoadTest, AWrongEstimateRecovers) {
     Load::Work one;
     EXPECT_TRUE(Begin(2, absl::Milliseconds(200), &one).ok());
     refused = RunOne(2, absl::Milliseconds(200)) ? 0 : refused + 1;
-    if (one.Arrived(1000, spec_).ok()) clock_.Advance(kTakes);
+    one.Arrived(1000);
+    clock_.Advance(kTakes);
     one.End(true);
   }
   EXPECT_EQ(refused, 0);
@@ -386,31 +241,12 @@ TEST_F(LoadTest, AWrongEstimateRecovers) {
 
 TEST_F(LoadTest, WhereNoCallEndsOneIsLetInNowAndThen) {
   Learn();
-  std::deque<Load::Work> works(200);
-  size_t let_in = 0;
-  for (Load::Work& work : works) let_in += Begin(1, absl::Milliseconds(200), &work).ok();
-  EXPECT_LT(let_in, 30u);
+  Works works;
+  EXPECT_LT(Fill(1, absl::Milliseconds(200), &works), 30);
   clock_.Advance(absl::Seconds(1));
-  Load::Work probe, next;
+  Load::Work probe;
   EXPECT_TRUE(Begin(1, absl::Milliseconds(200), &probe).ok());
-  EXPECT_FALSE(Begin(1, absl::Milliseconds(200), &next).ok());
-}
-
-TEST_F(LoadTest, ACallThatBecameHopelessIsDroppedWhenItsMessageIsThere) {
-  Learn();
-  std::deque<Load::Work> works(20);
-  for (Load::Work& work : works) {
-    ASSERT_TRUE(Begin(1, absl::InfiniteDuration(), &work).ok());
-    ASSERT_TRUE(work.Arrived(1000, spec_).ok());
-  }
-  Load::Work late;
-  ASSERT_TRUE(Begin(1, absl::Milliseconds(300), &late).ok());
-  clock_.Advance(absl::Milliseconds(280));  // its message took long
-  const absl::Status dropped = late.Arrived(1000, spec_);
-  EXPECT_TRUE(absl::IsResourceExhausted(dropped));
-  EXPECT_THAT(dropped.message(), HasSubstr("the deadline leaves 20 ms"));
-  EXPECT_THAT(Scrape(metrics_),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"hopeless_late\"} 1\n"));
+  EXPECT_FALSE(LetsIn(1, absl::Milliseconds(200)));
 }
 
 TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {
@@ -421,33 +257,112 @@ TEST_F(LoadTest, PeersThatSendNothingDoNotSlowTheEstimate) {
     clock_.Advance(absl::Seconds(10));
     silent.End(false);
   }
-  Load::Work one, two;
+  Load::Work one;
   ASSERT_TRUE(Begin(1, absl::Milliseconds(200), &one).ok());
-  EXPECT_TRUE(Begin(1, absl::Milliseconds(25), &two).ok());
+  EXPECT_TRUE(LetsIn(1, absl::Milliseconds(25)));
 }
 
 TEST_F(LoadTest, TheNextCallIsPredictedFromTheLastOnesAndTheOthersThatWait) {
-  EXPECT_FALSE(load_.PredictNext().has_value());
+  EXPECT_FALSE(load_->PredictNext().has_value());
   Learn();
-  const double takes = absl::ToDoubleSeconds(kTakes);
-  ASSERT_TRUE(load_.PredictNext().has_value());
-  EXPECT_NEAR(absl::ToDoubleSeconds(*load_.PredictNext()), takes, 0.2 * takes);
+  EXPECT_NEAR(absl::ToDoubleMilliseconds(*load_->PredictNext()), 10, 2);
   // Three other callers have one such call each, however many more one of them has: fair turns.
-  std::deque<Load::Work> works(12);
+  Works works(12);
   for (size_t i = 0; i < works.size(); ++i) {
     ASSERT_TRUE(Begin(i < 3 ? i + 1 : 3, absl::InfiniteDuration(), &works[i]).ok());
   }
-  EXPECT_NEAR(absl::ToDoubleSeconds(*load_.PredictNext()), 4 * takes, 0.8 * takes);
+  EXPECT_EQ(load_->callers(), 3);
+  EXPECT_NEAR(absl::ToDoubleMilliseconds(*load_->PredictNext()), 40, 8);
+  works.clear();
+  EXPECT_EQ(load_->callers(), 0);
 }
 
-TEST_F(LoadTest, CallersAreForgottenWhenTheirCallsEnd) {
-  {
-    std::deque<Load::Work> works(100);
-    uint64_t id = 0;
-    for (Load::Work& work : works) ASSERT_TRUE(Begin(++id, absl::InfiniteDuration(), &work).ok());
-    EXPECT_EQ(load_.callers(), 100);
+// --- short lines
+
+// Caller 1 sends calls with `left` ms until one is refused, all end but `kept`, and after `pause` ms
+// `caller` sends calls with `left_again` until it has `least` to `most`.
+struct ShortLine {
+  const char* name;
+  int takes, left;
+  size_t kept;
+  int pause;
+  uint64_t caller;
+  int left_again;
+  int least, most;
+};
+void PrintTo(const ShortLine& line, std::ostream* out) { *out << line.name; }
+
+constexpr ShortLine kShortLines[] = {
+    {"a_short_line_takes_a_tenth_of_the_time", 10, 4000, 2, 0, 1, 4000, 35, 45},
+    {"a_short_line_takes_3_percent_of_less_than_a_second", 1, 900, 2, 0, 1, 900, 24, 30},
+    {"a_short_line_holds_8_calls_however_short_their_time", 10, 500, 2, 0, 1, 500, 7, 9},
+    {"calls_with_twice_the_time_may_wait", 10, 4000, 2, 0, 1, 8000, 600, 700},
+    {"calls_of_other_callers_may_wait", 10, 4000, 2, 0, 2, 4000, 101, 400},
+    {"a_line_stays_short_when_it_was_empty", 10, 4000, 0, 0, 1, 4000, 35, 45},
+    {"a_line_stays_short_for_5_seconds", 10, 4000, 2, 4999, 1, 4000, 35, 45},
+    {"a_line_may_grow_after_5_seconds", 10, 4000, 2, 5000, 1, 4000, 280, 360},
+};
+class ShortLineTest : public LoadTest, public ::testing::WithParamInterface<ShortLine> {};
+TEST_P(ShortLineTest, IsAsLong) {
+  const ShortLine& line = GetParam();
+  Learn(absl::Milliseconds(line.takes));
+  Works works, more;
+  Fill(1, absl::Milliseconds(line.left), &works);
+  works.resize(line.kept);
+  clock_.Advance(absl::Milliseconds(line.pause));
+  if (line.caller == 1) more.swap(works);
+  const int calls = Fill(line.caller, absl::Milliseconds(line.left_again), &more);
+  EXPECT_GE(calls, line.least);
+  EXPECT_LE(calls, line.most);
+}
+INSTANTIATE_TEST_SUITE_P(All, ShortLineTest, ::testing::ValuesIn(kShortLines),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(LoadTest, AShortLineSaysSoAndStaysShortAsLongAsItRefuses) {
+  Learn();
+  Works works;
+  Fill(1, absl::Seconds(4), &works);
+  EXPECT_FALSE(LetsIn(1, absl::Milliseconds(20))) << "a late call must not let the others wait";
+  for (int i = 1; i <= 5; ++i) {
+    works.resize(2);
+    clock_.Advance(Load::kShortLine - absl::Milliseconds(1));
+    EXPECT_NEAR(Fill(1, absl::Seconds(4), &works), 40, 5) << i;
+    Expect("overloaded", i);
   }
-  EXPECT_EQ(load_.callers(), 0);
+  EXPECT_THAT(
+      refusal_.message(),
+      HasSubstr(" ms, allowed 400 ms while more calls come than can be done; retry after "));
+  EXPECT_LE(RetryDelayOf(refusal_), absl::Milliseconds(100));
+  EXPECT_TRUE(LetsIn(1, absl::InfiniteDuration()));
+}
+
+TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
+  EXPECT_EQ(Load::ShortCallsFor(1), 8);
+  EXPECT_EQ(Load::ShortCallsFor(16), 32);
+}
+
+// Every caller of many may have two calls in its line, and a third one only in a line that is short.
+TEST_F(LoadTest, BesideTwoCallsAnotherOneIsRefusedWhereTheLineIsLong) {
+  Learn();
+  Works works;
+  Fill(1, absl::Milliseconds(500), &works);
+  works.resize(2);
+  // Eight others have as much work as this caller with a third call: 80 ms and more in all.
+  Works others(24);
+  for (size_t i = 0; i < others.size(); ++i) {
+    ASSERT_TRUE(Begin(10 + i % 8, absl::InfiniteDuration(), &others[i]).ok());
+  }
+  EXPECT_FALSE(LetsIn(1, absl::Milliseconds(500)));
+  works.resize(1);
+  EXPECT_TRUE(LetsIn(1, absl::Milliseconds(500)));
+}
+
+TEST_F(LoadTest, ASmallCallMayWaitForLargeOnesInAShortLine) {
+  Learn();
+  Works works;
+  Fill(1, absl::Seconds(4), &works);
+  works.resize(5);
+  EXPECT_TRUE(LetsIn(1, absl::Seconds(1), /*bytes=*/1));
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "tests/engine/test_job.h"
 
@@ -32,7 +31,6 @@ TEST(MetricsTest, EverySeriesExistsFromTheStart) {
            "logitd_refused_total{identity=\"none\",reason=\"caller_share\"} 0\n",
            "logitd_refused_total{identity=\"none\",reason=\"slow_receive\"} 0\n",
            "logitd_refused_total{identity=\"none\",reason=\"hopeless\"} 0\n",
-           "logitd_refused_total{identity=\"none\",reason=\"hopeless_late\"} 0\n",
            "logitd_refused_total{identity=\"none\",reason=\"overloaded\"} 0\n",
            "logitd_predicted_delay_seconds 0\n",
            "logitd_device_errors_total{device=\"0\",kind=\"batch\"} 0\n",
@@ -75,36 +73,6 @@ TEST(MetricsTest, AnOpWithoutSeriesCountsAsUnknown) {
   EXPECT_THAT(text, HasSubstr("logitd_requests_total{code=\"UNKNOWN\",op=\"digest\"} 1\n"));
   EXPECT_THAT(text, HasSubstr("logitd_request_seconds_sum{op=\"digest\"} 0.75\n"));
   EXPECT_THAT(text, Not(HasSubstr("other")));
-}
-
-TEST(MetricsTest, AdmissionCountsItsChargesAndRefusals) {
-  Metrics metrics(kOps);
-  std::vector<Admission::Ticket> tickets;
-  Admission admission({.max_request_bytes = 60, .max_held_bytes = 100, .max_waiting_calls = 1},
-                      &metrics);
-  const auto enter = [&](absl::Time deadline) {
-    admission.Enter({.deadline = deadline}, [&](absl::StatusOr<Admission::Ticket> answer) {
-      if (answer.ok()) tickets.push_back(*std::move(answer));
-    });
-  };
-  enter(absl::InfiniteFuture());  // in
-  enter(absl::InfiniteFuture());  // waits
-  enter(absl::InfiniteFuture());  // refused
-  enter(absl::InfinitePast());    // late
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 60\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes_limit 100\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"line_full\"} 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"deadline\"} 1\n"));
-  admission.BeginDrain();  // ends the wait
-  tickets.clear();
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_held_bytes 0\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_waiting_calls 0\n"));
-  EXPECT_THAT(Scrape(metrics), HasSubstr("logitd_draining 1\n"));
-  EXPECT_THAT(Scrape(metrics),
-              HasSubstr("logitd_refused_total{identity=\"none\",reason=\"draining\"} 1\n"));
 }
 
 TEST(MetricsTest, TheEngineCountsItsJobsSlabsAndBatches) {

@@ -348,15 +348,14 @@ TEST_F(SlicesTest, SlowSlicesLeaveAStreamForOthers) {
 TEST_F(SlicesTest, CostsAreThoseOfTheRowsThatRan) {
   Start();
   EXPECT_TRUE(Submit({.rows = 30})->Wait().ok());
-  JobSpec spec;
-  spec.key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = kWide};
-  spec.counts[kRowAxis] = 20;
-  EXPECT_GE(engine_->costs().OfJob(spec), absl::Milliseconds(19));
-  EXPECT_LE(engine_->costs().OfJob(spec), absl::Milliseconds(21));
+  BatchKey key = {.op = &kDigest, .dtype = DType::kF32, .row_elements = kWide};
+  const auto twenty_rows = [&] { return absl::Nanoseconds(20 * engine_->costs().PerRow(key)); };
+  EXPECT_GE(twenty_rows(), absl::Milliseconds(19));
+  EXPECT_LE(twenty_rows(), absl::Milliseconds(21));
   // Another shape of the op: by bytes.
-  spec.key.row_elements = 2 * kWide;
-  EXPECT_GE(engine_->costs().OfJob(spec), absl::Milliseconds(38));
-  EXPECT_LE(engine_->costs().OfJob(spec), absl::Milliseconds(42));
+  key.row_elements = 2 * kWide;
+  EXPECT_GE(twenty_rows(), absl::Milliseconds(38));
+  EXPECT_LE(twenty_rows(), absl::Milliseconds(42));
 }
 
 // Jobs end while their batch runs, waits and is taken again, on several streams.

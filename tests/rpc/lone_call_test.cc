@@ -151,9 +151,8 @@ class LoneCallTest : public ::testing::Test {
     EXPECT_TRUE(Becomes([&] { return admission_.held_bytes() == 0; }));
     std::vector<engine::Admission::Ticket> all;
     for (int i = 0; i < kMessages; ++i) {
-      admission_.Enter({.bytes = kMaxBytes}, [&](absl::StatusOr<engine::Admission::Ticket> ticket) {
-        all.push_back(*std::move(ticket));
-      });
+      auto entry = admission_.Enter({.bytes = kMaxBytes}, nullptr);
+      all.push_back(**std::move(entry.answer));
     }
     EXPECT_EQ(admission_.held_bytes(), kMessages * kMaxBytes);
     return all;

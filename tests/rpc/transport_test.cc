@@ -169,12 +169,12 @@ class TransportTest : public ServedEngine, public http2::ConnectionHost {
     std::vector<engine::Admission::Ticket> all;
     uint64_t caller = 1000;
     for (int64_t bytes = kMaxMessage; bytes >= 1024;) {
-      const auto waiter = admission_.Enter({.caller = {.id = ++caller}, .bytes = bytes},
-                                           [&](absl::StatusOr<engine::Admission::Ticket> ticket) {
-                                             all.push_back(*std::move(ticket));
-                                           });
-      if (waiter == 0) continue;
-      admission_.Abandon(waiter);
+      auto entry = admission_.Enter({.caller = {.id = ++caller}, .bytes = bytes}, nullptr);
+      if (entry.answer.has_value()) {
+        all.push_back(**std::move(entry.answer));
+        continue;
+      }
+      admission_.Abandon(entry.waiter);
       bytes /= 4;
     }
     return all;

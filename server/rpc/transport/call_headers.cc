@@ -2,6 +2,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
@@ -42,24 +43,16 @@ absl::Status CallHeaders::Accept(absl::StatusOr<Authorization> who, engine::Metr
   return taken.status();
 }
 
-int64_t CallHeaders::RoomFor(int64_t message_bytes) { return message_bytes + kMessageOverhead; }
+engine::RoomAsk CallHeaders::AskFor(int64_t message_bytes,
+                                    std::shared_ptr<engine::Sender> sender) const {
+  return {.caller = caller,
+          .deadline = deadline,
+          .bytes = message_bytes + kMessageOverhead,
+          .sender = std::move(sender)};
+}
 
-engine::RoomAsk CallHeaders::AskWhileReceived(ServerCall& call, int64_t bytes) const {
-  return {
-      .caller = caller,
-      .deadline = deadline,
-      .bytes = bytes,
-      .received_bytes = [weak = call.connection().weak_from_this()]() -> std::optional<int64_t> {
-        const auto connection = weak.lock();
-        // While its loop is late, this server is what is slow.
-        if (connection == nullptr || connection->loop().IsLate()) return std::nullopt;
-        return connection->account().received.load(std::memory_order_relaxed);
-      },
-      .too_slow =
-          [weak = call.weak_from_this()](const absl::Status& why) {
-            const auto call = weak.lock();
-            if (call != nullptr) call->OnLoop([call = call.get(), why] { call->OnTooSlow(why); });
-          }};
+engine::RoomAsk CallHeaders::AskAgain(int64_t bytes) const {
+  return {.caller = caller, .deadline = deadline, .bytes = bytes, .again = true};
 }
 
 absl::Status CallHeaders::CheckMessage(int64_t message_bytes) const {

@@ -43,10 +43,10 @@ struct CallHeaders {
   // its own and TakePlace's.
   absl::Status Accept(absl::StatusOr<Authorization> who, engine::Metrics* metrics);
 
-  // The room to ask the admission for, for a message of so many bytes.
-  static int64_t RoomFor(int64_t message_bytes);
-  // A demand for `bytes` of room for a message that `call` receives: one that comes too slowly ends it.
-  engine::RoomAsk AskWhileReceived(ServerCall& call, int64_t bytes) const;
+  // A request for room for a message of so many bytes. `sender`: null if the message is there.
+  engine::RoomAsk AskFor(int64_t message_bytes, std::shared_ptr<engine::Sender> sender) const;
+  // The request of a call whose message is there, and whose answer needs `bytes` of room.
+  engine::RoomAsk AskAgain(int64_t bytes) const;
   // INVALID_ARGUMENT: the message is larger than stated.
   absl::Status CheckMessage(int64_t message_bytes) const;
 

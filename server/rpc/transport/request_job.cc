@@ -33,10 +33,7 @@ constexpr size_t kMinPlacedRun = size_t{4} << 10;
 
 // The slab and the ticket of an answer that is sent from its slab, until it is sent.
 struct KeptAnswer {
-  KeptAnswer(std::shared_ptr<const void> slab, engine::Admission::Ticket ticket)
-      : slab(std::move(slab)), ticket(std::move(ticket)) {}
-  ~KeptAnswer() { ticket.GiveBackLater(); }
-  const std::shared_ptr<const void> slab;
+  std::shared_ptr<const void> slab;
   engine::Admission::Ticket ticket;
 };
 
@@ -218,9 +215,9 @@ absl::Status RequestJob::CheckFits() const {
 
 // An answer can be larger than its request, and a slow peer holds it for long.
 int64_t RequestJob::needed_bytes() const {
-  return std::max(
-      static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes(),
-      codec_->answer_bytes());
+  const int64_t bytes =
+      static_cast<int64_t>(message_.bytes.size()) + kMessageOverhead + codec_->list_bytes();
+  return std::min(std::max(bytes, codec_->answer_bytes()), max_message_bytes());
 }
 
 // `submitted_` and `dropped_` are sequentially consistent: if Drop does not see the job as
@@ -294,7 +291,7 @@ EncodedMessage RequestJob::Encode(const engine::JobAnswer& answer, int64_t recei
   const bool in_message = codec_->shared_answer(answer).arena == nullptr;
   std::shared_ptr<KeptAnswer> kept;
   if (answer.keep != nullptr && in_message && codec_->answer_bytes() >= kMinKeptBytes) {
-    kept = std::make_shared<KeptAnswer>(answer.keep, std::move(ticket_));
+    kept = std::make_shared<KeptAnswer>(KeptAnswer{answer.keep, std::move(ticket_)});
     sent.keep = kept;
   }
   EncodedMessage message =

@@ -73,7 +73,7 @@ class RequestJob : public engine::Job {
   // must not be submitted.
   absl::Status Take(MessageMemory message, const CallHeaders& headers);
 
-  // The bytes the message holds from here on, or its answer's if they are more.
+  // The room that the message needs from here on, or its answer if that is more.
   int64_t needed_bytes() const;
 
   // An upper bound of the answer's bytes. After Take.
@@ -85,8 +85,8 @@ class RequestJob : public engine::Job {
     return std::max(message_bytes, spec_.size.payload_bytes);
   }
 
-  // Pays for the message, then for the answer: a ticket that has received needed_bytes(). The job
-  // gives back the bytes it no longer needs.
+  // Pays for the message, then for the answer: a ticket of needed_bytes(). The job gives back the bytes
+  // it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
 
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.

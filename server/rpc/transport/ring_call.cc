@@ -61,36 +61,23 @@ RingCall::RingCall(const CallEnvironment& environment, std::shared_ptr<arena::Ri
       ring_(std::move(ring)),
       serial_(serial),
       method_(method),
-      alive_(CountAlive(environment)),
-      admission_wait_(environment.admission) {}
+      alive_(CountAlive(environment)) {}
 
 void RingCall::Start(arena::RingRequest request) {
   tag_ = request.tag;
-  alone_ = request.alone;
   if (absl::Status status = Prepare(request); !status.ok()) return Finish(status);
-  admission_wait_.Enter(
+  auto entry = environment().admission->Enter(
       {.caller = headers_.caller, .deadline = headers_.deadline, .bytes = needed_bytes()},
       [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> ticket) {
-        call->LetIn(std::move(ticket));
+        call->Admitted(std::move(ticket), /*alone=*/false);
       });
-  std::optional<absl::StatusOr<engine::Admission::Ticket>> ticket;
+  if (entry.answer.has_value()) return Admitted(*std::move(entry.answer), request.alone);
   {
     absl::MutexLock lock(&mutex_);
-    entering_ = false;
-    ticket.swap(ticket_);
+    waiter_ = entry.waiter;
+    if (!finished_) return;
   }
-  if (ticket.has_value()) Admitted(*std::move(ticket), alone_);
-}
-
-void RingCall::LetIn(absl::StatusOr<engine::Admission::Ticket> ticket) {
-  {
-    absl::MutexLock lock(&mutex_);
-    if (entering_) {
-      ticket_ = std::move(ticket);
-      return;
-    }
-  }
-  Admitted(std::move(ticket), /*alone=*/false);
+  environment().admission->Abandon(entry.waiter);  // Drop came before
 }
 
 // Who calls, whether the call can end in time, and what it asks for: in the order of a unary call.
@@ -125,32 +112,24 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
         max_answer_bytes(), ring_->max_message_bytes()));
   }
   absl::MutexLock lock(&mutex_);
-  return work_.Arrived(work_bytes(message_bytes_), spec());
+  work_.Arrived(work_bytes(message_bytes_));
+  return absl::OkStatus();
 }
 
 void RingCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone) {
   if (!ticket.ok()) return Finish(ticket.status());
-  if (ticket->Received(needed_bytes())) {
-    SetTicket(*std::move(ticket));
-    return Submit(shared_from_this(), alone);
-  }
-  // The answer needs more than the largest message.
-  admission_wait_.Enter(
-      {.caller = headers_.caller,
-       .deadline = headers_.deadline,
-       .bytes = needed_bytes(),
-       .received = true},
-      [call = shared_from_this()](absl::StatusOr<engine::Admission::Ticket> more) {
-        if (!more.ok()) return call->Finish(more.status());
-        more->Received(call->needed_bytes());
-        call->SetTicket(*std::move(more));
-        call->Submit(call);
-      });
+  SetTicket(*std::move(ticket));
+  Submit(shared_from_this(), alone);
 }
 
 void RingCall::Drop() {
   Finish(absl::CancelledError("the ring has ended"));
-  admission_wait_.Abandon();
+  engine::Admission::WaiterId waiter = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    waiter = waiter_;
+  }
+  environment().admission->Abandon(waiter);
   RequestJob::Drop();
 }
 

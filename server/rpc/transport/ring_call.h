@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -17,7 +16,6 @@
 #include "server/engine/job.h"
 #include "server/engine/load.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/transport/admission_wait.h"
 #include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/request_job.h"
 
@@ -48,9 +46,7 @@ class RingCall final : public RequestJob,
 
  private:
   absl::Status Prepare(const arena::RingRequest& request);
-  // Takes the admission's answer. If Start still runs, it goes on with the answer itself: so a call
-  // that runs alone runs on the ring's thread, and the admission does not wait for it.
-  void LetIn(absl::StatusOr<engine::Admission::Ticket> ticket);
+  // `alone`: on the ring's own thread, which may run the call.
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone);
   std::string MessageOf(const engine::JobAnswer& answer, const engine::JobTimes& times);
   // `make`: makes the message in its place, later.
@@ -61,15 +57,12 @@ class RingCall final : public RequestJob,
   const uint64_t serial_;
   const std::string_view method_;
   const std::shared_ptr<const void> alive_;  // counts the call until its reply is in the ring
-  AdmissionWait admission_wait_;
   CallHeaders headers_;
   uint64_t tag_ = 0;
-  bool alone_ = false;
   int64_t message_bytes_ = 0;
 
   absl::Mutex mutex_;
-  bool entering_ ABSL_GUARDED_BY(mutex_) = true;  // Start has not ended
-  std::optional<absl::StatusOr<engine::Admission::Ticket>> ticket_ ABSL_GUARDED_BY(mutex_);
+  engine::Admission::WaiterId waiter_ ABSL_GUARDED_BY(mutex_) = 0;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   engine::Load::Work work_ ABSL_GUARDED_BY(mutex_);  // until finished
 };

@@ -112,6 +112,8 @@ ServerCall::ServerCall(http2::Stream* stream, CallTracker* tracker)
     : stream_(stream),
       loop_(&stream->connection().loop()),
       tracker_(tracker),
+      connection_(stream->connection().weak_from_this()),
+      connection_id_(stream->connection().peer().id),
       peer_(stream->connection().peer().name),
       started_ns_(MonotonicNanos()),
       granted_(stream->granted()),
@@ -144,13 +146,19 @@ void ServerCall::OnDrain(absl::Duration) {
 }
 
 void ServerCall::OnLoop(absl::AnyInvocable<void()> work) {
-  if (loop_->IsCurrent()) {
-    if (!over()) work();
-    return;
-  }
   loop_->Post([self = shared_from_this(), work = std::move(work)]() mutable {
     if (!self->over()) work();
   });
+}
+
+std::optional<int64_t> ServerCall::connection_bytes() const {
+  const auto connection = connection_.lock();
+  if (connection == nullptr || loop_->IsLate()) return std::nullopt;
+  return connection->account().received.load(std::memory_order_relaxed);
+}
+
+void ServerCall::OnTooSlow(const absl::Status& why) {
+  OnLoop([this, why] { EndInput(why); });
 }
 
 // ---- receiving
@@ -326,13 +334,6 @@ void ServerCall::Finish(const absl::Status& status, EncodedMessage message) {
   stream_->ReleaseEarly();
   if (!head_sent_) return EndStream(stream_, status, *tracker_, &trace_);
   stream_->End(Trailers(status, *tracker_, &trace_).fields);
-}
-
-void ServerCall::Reset() {
-  if (over()) return;
-  finished_ = true;
-  constexpr uint32_t kCancel = 8;  // RFC 9113, section 7
-  stream_->Reset(kCancel);
 }
 
 void ServerCall::OnClosed(http2::Closed why) {

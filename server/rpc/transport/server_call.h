@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/engine/admission.h"
 #include "server/http2/connection.h"
 #include "server/http2/loop.h"
 #include "server/http2/stream.h"
@@ -36,7 +38,9 @@ struct MessageMemory {
 
 // Used on its connection's loop, except where a method says otherwise. The stream keeps it until
 // OnOver; then whoever else has a reference.
-class ServerCall : public http2::StreamEvents, public std::enable_shared_from_this<ServerCall> {
+class ServerCall : public http2::StreamEvents,
+                   public engine::Sender,
+                   public std::enable_shared_from_this<ServerCall> {
  public:
   // `tracker` outlives it.
   ServerCall(http2::Stream* stream, CallTracker* tracker);
@@ -50,16 +54,16 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   // True: a drain waits for this call's end.
   virtual bool counts() const { return true; }
 
-  // Its message comes too slowly, see engine::RoomAsk::too_slow. A peer that does not read its status
-  // keeps what it has sent: then the stream is reset.
-  void OnTooSlow(const absl::Status& why) { finished_ ? Reset() : EndInput(why); }
-
   // The identities have changed: a long call ends if its caller may not call any longer.
   virtual void OnIdentities() {}
 
-  // Any thread: runs `work` on the loop, if the call is not over by then. At once if this thread is
-  // the loop's.
+  // Any thread: `work` runs on the loop, after what runs there now, if the call is not over by then.
   void OnLoop(absl::AnyInvocable<void()> work);
+
+  // engine::Sender
+  uint64_t connection_id() const final { return connection_id_; }
+  std::optional<int64_t> connection_bytes() const final;
+  void OnTooSlow(const absl::Status& why) final;
 
   const http2::HeaderList& metadata() const { return stream_->headers(); }
   http2::Connection& connection() { return stream_->connection(); }
@@ -112,7 +116,6 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   void Write(EncodedMessage message);
   // Ends the call: the first one counts. `message`: the last one to write.
   void Finish(const absl::Status& status, EncodedMessage message = {});
-  void Reset();  // without a status
 
   bool began() const { return began_; }
   bool finished() const { return finished_; }
@@ -142,6 +145,8 @@ class ServerCall : public http2::StreamEvents, public std::enable_shared_from_th
   http2::Stream* stream_;  // null: over
   http2::Loop* const loop_;
   CallTracker* const tracker_;
+  const std::weak_ptr<http2::Connection> connection_;
+  const uint64_t connection_id_;
   const std::string peer_;
   const int64_t started_ns_;
   absl::Time deadline_;

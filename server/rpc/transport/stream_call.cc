@@ -1,6 +1,5 @@
 #include "server/rpc/transport/stream_call.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "server/rpc/transport/call_log.h"
@@ -41,12 +40,12 @@ class StreamCall::Item final : public RequestJob, public std::enable_shared_from
 
   // The work of other calls waits for this one. Without a deadline: a message of a stream is not
   // refused, because that would end the stream.
-  void BeginWork() {
-    const int64_t bytes = work_bytes(message_bytes);
-    const engine::Load::Call call = {
-        .caller = spec().caller, .op = spec().key.op, .bytes = bytes, .received = true};
-    if (environment().load->Begin(call, &work_).ok()) work_.Arrived(bytes, spec()).IgnoreError();
+  void BeginWork(const engine::Caller& caller) {
+    environment()
+        .load->Begin({.caller = caller, .op = &op(), .bytes = message_bytes}, &work_)
+        .IgnoreError();
   }
+  void WorkArrived() { work_.Arrived(work_bytes(message_bytes)); }
 
   bool done = false;
   absl::Status status;
@@ -90,8 +89,7 @@ StreamCall::StreamCall(http2::Stream* stream, std::string_view method,
       method_(method),
       environment_(environment),
       access_(access),
-      make_codec_(std::move(make_codec)),
-      admission_wait_(environment.admission) {
+      make_codec_(std::move(make_codec)) {
   PayForAnswers();
 }
 
@@ -101,44 +99,52 @@ void StreamCall::Begin() {
   absl::Status status = headers_.Read(*this, environment_, access_);
   if (!status.ok()) return End(status);
   if (headers_.stated_bytes.has_value()) {
-    return EnterAdmission(static_cast<size_t>(*headers_.stated_bytes));
+    return AskFor(static_cast<size_t>(*headers_.stated_bytes));
   }
   StartReceiveTimer();
 }
 
 // ---- receiving
 
-void StreamCall::EnterAdmission(std::optional<size_t> message_bytes) {
-  entering_ = true;
+void StreamCall::AskFor(size_t message_bytes) {
   StopReceiveTimer();  // the peer may not send while the message waits
-  if (largest_ == 0) asked_ns_ = age_ns();
-  engine::RoomAsk ask = {.caller = headers_.caller,
-                         .deadline = headers_.deadline,
-                         .bytes = largest_,
-                         .between_messages = true};
-  if (message_bytes.has_value()) {
-    ask = headers_.AskWhileReceived(*this,
-                                    CallHeaders::RoomFor(static_cast<int64_t>(*message_bytes)));
-  }
-  admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
-                                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
-    OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
-  });
+  if (messages_ == 0) asked_ns_ = age_ns();
+  const bool whole = Seen().size() >= message_bytes;
+  AskForRoom(
+      headers_.AskFor(static_cast<int64_t>(message_bytes), whole ? nullptr : shared_from_this()));
+}
+
+void StreamCall::AskForRoom(engine::RoomAsk ask) {
+  asking_ = true;
+  auto entry = environment_.admission->Enter(
+      std::move(ask), [self = std::static_pointer_cast<StreamCall>(shared_from_this())](
+                          absl::StatusOr<engine::Admission::Ticket> ticket) {
+        self->OnLoop([self = self.get(), ticket = std::move(ticket)]() mutable {
+          self->Admitted(std::move(ticket));
+        });
+      });
+  waiter_ = entry.waiter;
+  if (entry.answer.has_value()) Admitted(*std::move(entry.answer));
 }
 
 void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
-  entering_ = false;
+  asking_ = false;
+  if (const std::shared_ptr<Item> item = std::exchange(submitting_, nullptr); item != nullptr) {
+    if (ticket.ok()) return SubmitWith(item, *std::move(ticket));
+    EndInput(ticket.status());
+    return item->End(ticket.status());
+  }
   if (finished() || input_over_) return;
   if (!ticket.ok()) return EndInput(ticket.status());
   ticket_ = *std::move(ticket);
-  if (largest_ == 0) {
+  if (messages_ == 0) {
     wait_ns_ = age_ns() - asked_ns_;
     environment_.metrics->CountPhase(engine::CallPhase::kAdmission,
                                      static_cast<double>(wait_ns_) * 1e-9);
-    StartReceiveTimer();
-    if (headers_.stated_bytes.has_value()) Grant(static_cast<size_t>(*headers_.stated_bytes));
   }
-  ReceiveIfAdmitted();
+  if (next_ != nullptr) return ReceiveMessage();
+  StartReceiveTimer();
+  Grant(static_cast<size_t>(*headers_.stated_bytes));
 }
 
 void StreamCall::OnMessageSize(size_t bytes) {
@@ -151,31 +157,23 @@ void StreamCall::OnMessageSize(size_t bytes) {
     EndInput(absl::OkStatus());
     return item->End(status);
   }
-  message_size_ = bytes;
-  if (ticket_.has_value() || entering_) return ReceiveIfAdmitted();
-  EnterAdmission(bytes);
+  item->message_bytes = static_cast<int64_t>(bytes);
+  item->BeginWork(headers_.caller);
+  next_ = item;
+  if (ticket_.has_value()) return ReceiveMessage();
+  if (!asking_) AskFor(bytes);
 }
 
-void StreamCall::ReceiveIfAdmitted() {
-  if (!ticket_.has_value() || !message_size_.has_value() || input_over_ || finished()) return;
-  const size_t bytes = *message_size_;
-  const auto least = static_cast<int64_t>(std::max<size_t>(bytes, 1));  // 0 stands for any size
-  const bool whole = Seen().size() >= bytes;
-  if (!ticket_->Comes(whole ? engine::RoomAsk{.bytes = least, .received = true}
-                            : headers_.AskWhileReceived(*this, least))) {
-    ticket_.reset();
-    return EnterAdmission(bytes);
-  }
-  message_size_.reset();
+void StreamCall::ReceiveMessage() {
+  const auto bytes = static_cast<size_t>(next_->message_bytes);
   Grant(bytes);
   Receive(RequestJob::TakeMemory(bytes, Seen(), environment_.places));
 }
 
 void StreamCall::OnMessage(MessageMemory message) {
   engine::Admission::Ticket ticket = *std::exchange(ticket_, std::nullopt);
+  const std::shared_ptr<Item> item = std::exchange(next_, nullptr);
   if (input_over_) return;
-  auto item = std::make_shared<Item>(std::static_pointer_cast<StreamCall>(shared_from_this()));
-  item->message_bytes = static_cast<int64_t>(message.bytes.size());
   const absl::Status status = item->Take(std::move(message), headers_);
   items_.push_back(item);
   ++messages_;
@@ -184,27 +182,16 @@ void StreamCall::OnMessage(MessageMemory message) {
     return item->End(status);
   }
   rows_ += item->spec().rows();
-  largest_ = std::max(largest_, item->needed_bytes());
-  item->BeginWork();
-  if (ticket.Received(item->needed_bytes())) return SubmitWith(item, std::move(ticket));
-  submitting_ = true;
+  item->WorkArrived();
+  const int64_t needed = item->needed_bytes();
+  if (needed <= ticket.bytes()) {
+    ticket.ShrinkTo(needed);
+    return SubmitWith(item, std::move(ticket));
+  }
+  ticket = {};  // waiting with it, calls could wait for each other
+  submitting_ = item;
   Pause(true);
-  admission_wait_.Enter(
-      {.caller = headers_.caller,
-       .deadline = headers_.deadline,
-       .bytes = item->needed_bytes(),
-       .received = true},
-      [self = shared_from_this(), this, item](absl::StatusOr<engine::Admission::Ticket> more) {
-        OnLoop([this, item, more = std::move(more)]() mutable {
-          submitting_ = false;
-          if (!more.ok()) {
-            EndInput(more.status());
-            return item->End(more.status());
-          }
-          more->Received(item->needed_bytes());
-          SubmitWith(item, *std::move(more));
-        });
-      });
+  AskForRoom(headers_.AskAgain(needed));
 }
 
 void StreamCall::SubmitWith(const std::shared_ptr<Item>& item, engine::Admission::Ticket ticket) {
@@ -238,13 +225,9 @@ void StreamCall::Advance() {
   }
   if (items_.empty() && input_over_) return End(end_status_);
   if (input_over_) return;
-  const bool full = items_.size() >= kMaxInFlight || submitting_;
+  const bool full = items_.size() >= kMaxInFlight || submitting_ != nullptr;
+  if (!full) Grant(0);
   Pause(full);
-  if (full || finished() || over() || input_over_) return;
-  if (!ticket_.has_value() && !entering_ && !message_size_.has_value() && largest_ > 0) {
-    Grant(0);
-    EnterAdmission(std::nullopt);
-  }
 }
 
 void StreamCall::OnWritten() {
@@ -259,12 +242,13 @@ void StreamCall::End(const absl::Status& status) {
   if (finished()) return;
   code_ = status.code();
   headers_.place = nullptr;  // before the peer knows
+  next_.reset();
   ticket_.reset();
   Finish(status);
 }
 
 void StreamCall::OnCancelled(const absl::Status& why) {
-  admission_wait_.Abandon();
+  environment_.admission->Abandon(waiter_);
   const auto items = items_;
   for (const auto& item : items) item->Drop();
   if (!over()) return End(why);
@@ -284,6 +268,7 @@ void StreamCall::OnIdentities() {
 
 void StreamCall::OnOver() {
   items_.clear();
+  next_.reset();
   ticket_.reset();
   headers_.place = nullptr;
   if (!began()) return;  // nothing was counted

@@ -16,7 +16,6 @@
 #include "absl/time/time.h"
 #include "server/engine/admission.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/transport/admission_wait.h"
 #include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/server_call.h"
@@ -24,9 +23,8 @@
 namespace logitd::rpc {
 
 // Flow control: the server holds at most kMaxInFlight messages without an answer; further ones stay
-// unread at the peer. A message asks the admission for room when its size is known. Between
-// messages a stream keeps the room that its largest message needed, for the next one; the admission
-// may take it back while other calls wait, because an idle stream may never send.
+// unread at the peer. A message asks the admission for room when its size is known: the first one from
+// the headers, if they state it. Between messages a stream holds no room.
 //
 // The first status that is not OK, of a message or of the admission, ends the stream after the
 // answers to all earlier messages. While the server drains, an idle stream ends with UNAVAILABLE,
@@ -62,28 +60,28 @@ class StreamCall final : public ServerCall {
 
   // Starts what can start now: answers, the end, the next message.
   void Advance();
-  // Asks for room for the next message: of a known size, or as much as the largest one needed.
-  void EnterAdmission(std::optional<size_t> message_bytes);
+  // Asks for room for the next message.
+  void AskFor(size_t message_bytes);
+  void AskForRoom(engine::RoomAsk ask);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
-  void ReceiveIfAdmitted();
+  void ReceiveMessage();
   void SubmitWith(const std::shared_ptr<Item>& item, engine::Admission::Ticket ticket);
 
   const std::string_view method_;
   const CallEnvironment environment_;
   const Access access_;
   const MakeCodec make_codec_;
-  AdmissionWait admission_wait_;
   CallHeaders headers_;
+  engine::Admission::WaiterId waiter_ = 0;
   std::deque<std::shared_ptr<Item>> items_;          // unanswered, in order
   std::optional<engine::Admission::Ticket> ticket_;  // room for the next message
-  bool entering_ = false;                            // the admission is asked for it
-  std::optional<size_t> message_size_;               // of the next message
-  bool submitting_ = false;                          // the last message waits for more room
+  bool asking_ = false;                              // the admission is asked for it
+  std::shared_ptr<Item> next_;                       // the next message, of a known size
+  std::shared_ptr<Item> submitting_;                 // the last message, which waits for more room
   size_t written_ = 0;                               // of `items_`: their answers are being sent
   bool input_over_ = false;
   absl::Status end_status_;
   absl::StatusCode code_ = absl::StatusCode::kUnknown;
-  int64_t largest_ = 0;  // most bytes a message needed; 0: none came
   // For the log.
   int64_t asked_ns_ = 0;  // the call's age when the first message asked for room
   int64_t wait_ns_ = 0;   // of the first message

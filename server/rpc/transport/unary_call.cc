@@ -13,55 +13,53 @@ UnaryCall::UnaryCall(http2::Stream* stream, std::string_view method,
     : ServerCall(stream, environment.tracker),
       RequestJob(environment, std::move(codec)),
       method_(method),
-      access_(access),
-      admission_wait_(environment.admission) {
+      access_(access) {
   PayForAnswers();
 }
 
 void UnaryCall::Begin() {
   environment().metrics->Add(engine::Gauge::kOpenCalls, 1);
-  absl::Status status = headers_.Read(*this, environment(), access_);
-  if (status.ok()) {
-    status = environment().load->Begin({.caller = headers_.caller,
-                                        .op = &op(),
-                                        .bytes = headers_.stated_bytes,
-                                        .deadline = headers_.deadline},
-                                       &work_);
+  if (absl::Status status = headers_.Read(*this, environment(), access_); !status.ok()) {
+    return End(status);
   }
-  if (!status.ok()) return End(status);
-  if (headers_.stated_bytes.has_value()) return EnterAdmission(*headers_.stated_bytes);
+  if (headers_.stated_bytes.has_value()) return AskFor(*headers_.stated_bytes);
   StartReceiveTimer();
 }
 
-void UnaryCall::EnterAdmission(int64_t bytes) {
+void UnaryCall::AskFor(int64_t bytes) {
+  const absl::Status status = environment().load->Begin(
+      {.caller = headers_.caller, .op = &op(), .bytes = bytes, .deadline = headers_.deadline},
+      &work_);
+  if (!status.ok()) return End(status);
   StopReceiveTimer();  // the peer may not send while the call waits
   asked_ns_ = ServerCall::age_ns();
-  const int64_t room = CallHeaders::RoomFor(bytes);
-  engine::RoomAsk ask =
-      Seen().size() < static_cast<size_t>(bytes)
-          ? headers_.AskWhileReceived(*this, room)
-          : engine::RoomAsk{
-                .caller = headers_.caller, .deadline = headers_.deadline, .bytes = room};
-  ask.receiving_bytes = work_.expected_bytes();
-  if (auto answer = environment().admission->TryEnter(ask); answer.has_value()) {
-    return Admitted(*std::move(answer));
-  }
-  admission_wait_.Enter(std::move(ask), [self = shared_from_this(),
-                                         this](absl::StatusOr<engine::Admission::Ticket> ticket) {
-    OnLoop([this, ticket = std::move(ticket)]() mutable { Admitted(std::move(ticket)); });
-  });
+  const bool whole = Seen().size() >= static_cast<size_t>(bytes);
+  AskForRoom(headers_.AskFor(bytes, whole ? nullptr : shared_from_this()));
+}
+
+void UnaryCall::AskForRoom(engine::RoomAsk ask) {
+  auto entry = environment().admission->Enter(
+      std::move(ask), [self = std::static_pointer_cast<UnaryCall>(shared_from_this())](
+                          absl::StatusOr<engine::Admission::Ticket> ticket) {
+        self->OnLoop([self = self.get(), ticket = std::move(ticket)]() mutable {
+          self->Admitted(std::move(ticket));
+        });
+      });
+  waiter_ = entry.waiter;
+  if (entry.answer.has_value()) Admitted(*std::move(entry.answer));
 }
 
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
   if (finished()) return;
   if (!ticket.ok()) return End(ticket.status());
+  if (have_message_) return SubmitWith(*std::move(ticket));
   ticket_ = *std::move(ticket);
   wait_ns_ = ServerCall::age_ns() - asked_ns_;
   environment().metrics->CountPhase(engine::CallPhase::kAdmission,
                                     static_cast<double>(wait_ns_) * 1e-9);
+  if (message_size_.has_value()) return ReceiveMessage();
   StartReceiveTimer();
-  if (headers_.stated_bytes.has_value()) Grant(static_cast<size_t>(*headers_.stated_bytes));
-  ReceiveIfAdmitted();
+  Grant(static_cast<size_t>(*headers_.stated_bytes));
 }
 
 void UnaryCall::OnMessageSize(size_t bytes) {
@@ -72,12 +70,11 @@ void UnaryCall::OnMessageSize(size_t bytes) {
   const auto size = static_cast<int64_t>(bytes);
   if (absl::Status status = CheckMessageSize(size, headers_); !status.ok()) return End(status);
   message_size_ = bytes;
-  if (headers_.stated_bytes.has_value()) return ReceiveIfAdmitted();
-  EnterAdmission(size);
+  if (!headers_.stated_bytes.has_value()) return AskFor(size);
+  if (ticket_.has_value()) ReceiveMessage();
 }
 
-void UnaryCall::ReceiveIfAdmitted() {
-  if (!ticket_.has_value() || !message_size_.has_value() || finished()) return;
+void UnaryCall::ReceiveMessage() {
   Grant(*message_size_);
   Receive(TakeMemory(*message_size_, Seen(), environment().places));
 }
@@ -88,24 +85,16 @@ void UnaryCall::OnMessage(MessageMemory message) {
   environment().metrics->CountPhase(engine::CallPhase::kReceive,
                                     static_cast<double>(receive_ns_ - wait_ns_) * 1e-9);
   const auto bytes = static_cast<int64_t>(message.bytes.size());
-  absl::Status status = Take(std::move(message), headers_);
-  if (status.ok()) status = work_.Arrived(work_bytes(bytes), spec());
+  const absl::Status status = Take(std::move(message), headers_);
   if (!status.ok()) return End(status);
-  if (ticket_->Received(needed_bytes())) return SubmitWith(*std::move(ticket_));
-  // The answer needs more than the message.
-  admission_wait_.Enter(
-      {.caller = headers_.caller,
-       .deadline = headers_.deadline,
-       .bytes = needed_bytes(),
-       .received = true},
-      [self = shared_from_this(), this](absl::StatusOr<engine::Admission::Ticket> ticket) {
-        OnLoop([this, ticket = std::move(ticket)]() mutable {
-          if (finished()) return;
-          if (!ticket.ok()) return End(ticket.status());
-          ticket->Received(needed_bytes());
-          SubmitWith(*std::move(ticket));
-        });
-      });
+  work_.Arrived(work_bytes(bytes));
+  engine::Admission::Ticket ticket = *std::exchange(ticket_, std::nullopt);
+  if (needed_bytes() <= ticket.bytes()) {
+    ticket.ShrinkTo(needed_bytes());
+    return SubmitWith(std::move(ticket));
+  }
+  ticket = {};  // waiting with it, calls could wait for each other
+  AskForRoom(headers_.AskAgain(needed_bytes()));
 }
 
 void UnaryCall::SubmitWith(engine::Admission::Ticket ticket) {
@@ -153,12 +142,13 @@ void UnaryCall::EndWith(const absl::Status& status, EncodedMessage message) {
   ended_ns_ = ServerCall::age_ns();
   headers_.place = nullptr;  // before the peer knows, and sends its next call
   work_.End(status.ok());
+  ticket_.reset();
   Count(code_);
   Finish(status, std::move(message));
 }
 
 void UnaryCall::OnCancelled(const absl::Status& why) {
-  admission_wait_.Abandon();
+  environment().admission->Abandon(waiter_);
   Drop();
   if (over() && !finished()) {  // nobody sees a status
     code_ = why.code();

@@ -14,7 +14,6 @@
 #include "server/engine/job.h"
 #include "server/engine/load.h"
 #include "server/rpc/codecs/codec.h"
-#include "server/rpc/transport/admission_wait.h"
 #include "server/rpc/transport/call_headers.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/server_call.h"
@@ -54,10 +53,11 @@ class UnaryCall final : public ServerCall, public RequestJob, private http2::Tas
   void End(const absl::Status& status) override { EndWith(status, {}); }
   void OnOver() override;
 
-  // Asks for room for a message of `bytes` bytes.
-  void EnterAdmission(int64_t bytes);
+  // Asks for time and room for a message of `bytes` bytes.
+  void AskFor(int64_t bytes);
+  void AskForRoom(engine::RoomAsk ask);
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket);
-  void ReceiveIfAdmitted();
+  void ReceiveMessage();
   void SubmitWith(engine::Admission::Ticket ticket);
   // Ends the call: with `message` if `status` is OK.
   void EndWith(const absl::Status& status, EncodedMessage message);
@@ -65,8 +65,8 @@ class UnaryCall final : public ServerCall, public RequestJob, private http2::Tas
 
   const std::string_view method_;
   const Access access_;
-  AdmissionWait admission_wait_;
   CallHeaders headers_;
+  engine::Admission::WaiterId waiter_ = 0;
   engine::Load::Work work_;                          // until the call ends
   std::optional<engine::Admission::Ticket> ticket_;  // pays while the message is received
   std::optional<size_t> message_size_;
