@@ -161,7 +161,7 @@ TEST_F(PlacedRowsTest, RowsOfADeviceRunThereAndAnswerAsSentOnes) {
   }
 }
 
-TEST_F(PlacedRowsTest, LargeRowsOfPinnedHostMemoryAreCopiedByTheStream) {
+TEST_F(PlacedRowsTest, RowsOfPinnedHostMemoryAreGatheredFrom4KiBOn) {
   const Leased leased = Lease(-1);
   const auto gathered = [&](int64_t rows, int64_t vocab, int64_t stride) {
     const std::string logits = Random(static_cast<size_t>(rows * vocab), 2);
@@ -177,8 +177,8 @@ TEST_F(PlacedRowsTest, LargeRowsOfPinnedHostMemoryAreCopiedByTheStream) {
     EXPECT_EQ(TopK(request), sent);
     return Gathered(0) + Gathered(1) - before;
   };
-  EXPECT_EQ(gathered(1, 16384, 65536), 65536);
-  EXPECT_EQ(gathered(1, 16383, 65532), 0) << "few bytes are copied as soon as the call is there";
+  EXPECT_EQ(gathered(1, 1024, 4096), 4096);
+  EXPECT_EQ(gathered(1, 1023, 4092), 0) << "few bytes are copied to the slab by the stream's thread";
   EXPECT_EQ(gathered(32, 1024, 4096), 131072);
   EXPECT_EQ(gathered(32, 1024, 4100), 131072);
   EXPECT_EQ(gathered(128, 1020, 4084), 0) << "short rows with space between";
