@@ -50,7 +50,7 @@ class StormTest : public EngineFixture,
     options.slab_payload_bytes = 512;
     options.slab_answer_bytes = 512;
     if (storm_.slices) options.max_slice = absl::Microseconds(60);
-    if (seed_ % 2 == 0) options.max_batch_delay = absl::Microseconds(200);
+    if (seed_ % 2 == 0 && !storm_.loans) options.max_batch_delay = absl::Microseconds(200);
     Start(options, storm_.devices);
     for (int i = 0; i < storm_.devices; ++i) {
       device(i).SetOpTime(std::chrono::microseconds(50));
