@@ -178,7 +178,8 @@ TEST_F(PlacedRowsTest, RowsOfPinnedHostMemoryAreGatheredFrom4KiBOn) {
     return Gathered(0) + Gathered(1) - before;
   };
   EXPECT_EQ(gathered(1, 1024, 4096), 4096);
-  EXPECT_EQ(gathered(1, 1023, 4092), 0) << "few bytes are copied to the slab by the stream's thread";
+  EXPECT_EQ(gathered(1, 1023, 4092), 0)
+      << "few bytes are copied to the slab by the stream's thread";
   EXPECT_EQ(gathered(32, 1024, 4096), 131072);
   EXPECT_EQ(gathered(32, 1024, 4100), 131072);
   EXPECT_EQ(gathered(128, 1020, 4084), 0) << "short rows with space between";
