@@ -59,7 +59,7 @@ class WakeEvent {
 // the rings: the last owner of a ring may have to unpin its memory, which takes long. Thread-safe.
 class WakeList {
  public:
-  // Where at most `few` rings are open, Wake itself wakes their threads. `clock` outlives this.
+  // Wake itself wakes the threads where at most `few` rings are open. `clock` outlives this.
   WakeList(int few, const Clock& clock) : few_(few), clock_(clock) {}
 
   void Count(int rings) { open_ += rings; }

@@ -39,7 +39,7 @@ class Alarm {
   const std::function<absl::Time(absl::Time)> run_;
   std::atomic<int64_t> due_ns_ = kNever;
   std::mutex running_;  // held while `run` runs
-  std::mutex mutex_;    // of what the thread waits for
+  std::mutex mutex_;    // of `stopping_`, and held by whoever writes `due_ns_`
   std::condition_variable wake_;
   bool stopping_ = false;
   std::shared_ptr<void> moved_;  // see Clock::WhenMoved

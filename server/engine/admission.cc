@@ -221,7 +221,7 @@ struct Admission::State {
         looked = absl::InfinitePast();
         seen_bytes.clear();
       } else if (now - looked >= kWindow) {
-        looks = LookAtSenders(now);
+        looks = LookAtSenders();
       }
       if (!waiters.empty()) due = now + kTick;
     });
@@ -236,12 +236,13 @@ struct Admission::State {
     absl::Status too_slow;           // OK: it is not
   };
 
-  std::vector<Look> LookAtSenders(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+  std::vector<Look> LookAtSenders() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     struct Connection {
       std::optional<int64_t> rate;  // since it was last looked at
       int64_t messages = 0;
     };
     absl::flat_hash_map<uint64_t, Connection> connections;
+    const absl::Time now = options.clock->Now();  // as late as the bytes are read
     const auto seen_before = std::exchange(seen_bytes, {});
     const absl::Time last_looked = std::exchange(looked, now);
     std::vector<Look> looks;

@@ -42,7 +42,7 @@ absl::Status DrainingError();
 class Sender {
  public:
   virtual ~Sender() = default;
-  // Of the connection: never used again.
+  // The connection's id, never used again.
   virtual uint64_t connection_id() const = 0;
   // Bytes received on the connection so far. nullopt: this server is late to read them.
   virtual std::optional<int64_t> connection_bytes() const = 0;
@@ -86,7 +86,7 @@ struct RoomAsk {
 // suffices for some of them only, the others, the newest, are too slow. A connection whose bytes this
 // server is late to read is looked at later.
 //
-// Cost: one lock and at most O(waiting callers) a step; O(messages that come + waiting calls) every kTick
+// Cost: one lock and at most O(waiting callers) a step; O(calls with a ticket or in the line) every kTick
 // while calls wait. A small call takes the lock twice: when it enters, and when its ticket ends.
 class Admission {
   struct State;
@@ -124,7 +124,8 @@ class Admission {
 
   // The answer if it is known at once; `ready` is dropped then. Otherwise the call waits, and `ready`
   // runs exactly once, unless Abandon comes first: on the thread that makes room or on the alarm's,
-  // perhaps before this returns. No lock is held. `ready` may call back and should be brief.
+  // perhaps before this returns. No lock of this is held, but the thread may be inside the transport,
+  // where a ticket ends. `ready` may call back and should be brief.
   //
   // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (passed; while it waits, after a kTick at most),
   // RESOURCE_EXHAUSTED (no place in the line, or more than Caller::max_held_bytes; the text gives the

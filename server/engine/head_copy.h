@@ -16,8 +16,8 @@
 
 namespace logitd::engine {
 
-// Where a head lies in the memory of a device that holds the tokens of `part`: the weight, each row
-// on a border of 16 bytes, then bias and norm as floats. A device without tokens holds nothing.
+// The layout of a head in the memory of a device that holds the tokens of `part`: the weight, each
+// row on a border of 16 bytes, then bias and norm as floats. A device without tokens holds nothing.
 struct HeadLayout {
   HeadLayout(const HeadSource& source, const VocabShard& part);
 

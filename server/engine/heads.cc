@@ -27,7 +27,7 @@ constexpr size_t kMaxPath = 4096;
 constexpr size_t kMaxListed = 10;  // names in an error
 constexpr absl::Duration kTurnPoll = absl::Milliseconds(100);
 
-// The same error, of the same device.
+// An error of the same code and device, with a longer text.
 absl::Status Prefixed(std::string_view prefix, const absl::Status& status) {
   const absl::Status longer(status.code(), absl::StrFormat("%s: %s", prefix, status.message()));
   const std::optional<int> device = DeviceOf(status);

@@ -20,6 +20,7 @@ void IdleStreams::Begin(int stream) {
 void IdleStreams::End(int stream) {
   Seat& seat = seats_[static_cast<size_t>(stream)];
   seat.waits = false;
+  OfStream(stream).called = false;  // whoever ends looks for the others next
   if (!seat.lent) --OfStream(stream).idle;
 }
 

@@ -1,4 +1,4 @@
-// Where a job is in the scheduler, and lists of jobs.
+// A job's place in the scheduler, and lists of jobs.
 #ifndef LOGITD_SERVER_ENGINE_JOB_PLACE_H_
 #define LOGITD_SERVER_ENGINE_JOB_PLACE_H_
 

@@ -388,6 +388,10 @@ void ThreadedEngine::Stop() {
       idle_.WakeAll();
     });
     for (std::thread& thread : threads_) thread.join();
+    {
+      MutexLock lock(mutex_);
+      while (!scheduler_.idle()) all_done_.Wait(mutex_);  // the alarm's thread may tell jobs
+    }
     while (callers_.load(std::memory_order_acquire) > 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }

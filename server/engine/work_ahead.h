@@ -1,4 +1,4 @@
-// What is ahead of a call, and how long such work takes.
+// The work ahead of a call, and how long such work takes.
 #ifndef LOGITD_SERVER_ENGINE_WORK_AHEAD_H_
 #define LOGITD_SERVER_ENGINE_WORK_AHEAD_H_
 

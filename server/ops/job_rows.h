@@ -76,7 +76,7 @@ void FillSpec(Lists& lists, const engine::BatchKey& key, engine::JobSpec* spec) 
   spec->size = engine::SizeOfJob(*spec);
 }
 
-// As engine::Job::WriteInputs. Frees the lists without places.
+// Implements engine::Job::WriteInputs. Frees the lists without places.
 template <typename Lists>
 void WriteInputs(Lists& lists, absl::Span<std::byte* const> inputs,
                  const engine::AxisCounts& first) {

@@ -188,6 +188,14 @@ void ServerCall::Pause(bool pause) {
   if (!pause) GoOn();
 }
 
+void ServerCall::DropInput() {
+  dropping_ = true;
+  StopReceiveTimer();
+  memory_ = {};
+  std::vector<std::byte>().swap(seen_);
+  if (!over()) stream_->ReleaseEarly();
+}
+
 void ServerCall::Receive(MessageMemory memory) {
   memory_ = std::move(memory);
   have_ = 0;
@@ -202,7 +210,7 @@ void ServerCall::ReceiveWhole() {
 }
 
 absl::Span<std::byte> ServerCall::Room(size_t) {
-  if (state_ != State::kReceiving || finished_) return {};
+  if (state_ != State::kReceiving || finished_ || dropping_) return {};
   return memory_.bytes.subspan(have_);
 }
 
@@ -225,7 +233,7 @@ void ServerCall::OnBody(absl::Span<const std::byte> bytes) {
 
 void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
   taking_ = true;
-  while (!finished_ && !over()) {
+  while (!finished_ && !over() && !dropping_) {
     if (state_ == State::kReceiving) {
       const auto run = bytes.first(std::min(memory_.bytes.size() - have_, bytes.size()));
       std::copy(run.begin(), run.end(), memory_.bytes.begin() + static_cast<ptrdiff_t>(have_));
@@ -249,7 +257,7 @@ void ServerCall::Absorb(absl::Span<const std::byte> bytes) {
     }
   }
   taking_ = false;
-  if (finished_ || over()) return;
+  if (finished_ || over() || dropping_) return;
   if (!bytes.empty() && !Keep(bytes)) return;
   if (state_ == State::kWhole && seen_.size() >= message_bytes_) return GoOn();
   if (half_closed_ && seen_.empty() && !told_half_close_ && state_ == State::kPrefix && !paused_) {
@@ -328,10 +336,7 @@ void ServerCall::Finish(const absl::Status& status, EncodedMessage message) {
   if (!message.empty()) Write(std::move(message));
   finished_ = true;
   deadline_timer_.Cancel();
-  StopReceiveTimer();
-  memory_ = {};
-  std::vector<std::byte>().swap(seen_);
-  stream_->ReleaseEarly();
+  DropInput();
   if (!head_sent_) return EndStream(stream_, status, *tracker_, &trace_);
   stream_->End(Trailers(status, *tracker_, &trace_).fields);
 }

@@ -108,6 +108,8 @@ class ServerCall : public http2::StreamEvents,
   // From here on the message has message_timeout(); then LateStatus ends the call.
   void StartReceiveTimer();
   void StopReceiveTimer();
+  // What has come of a message is dropped, and what comes.
+  void DropInput();
   // While true, the next message stays with the peer.
   void Pause(bool pause);
   // A ticket pays for the answers until OnOver.
@@ -164,6 +166,7 @@ class ServerCall : public http2::StreamEvents,
   absl::Span<const std::byte> at_hand_;  // what Absorb has not taken
   bool taking_ = false;
   bool paused_ = false;
+  bool dropping_ = false;  // see DropInput
   bool half_closed_ = false;
   bool told_half_close_ = false;
 

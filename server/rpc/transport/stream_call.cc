@@ -128,6 +128,7 @@ void StreamCall::AskForRoom(engine::RoomAsk ask) {
 }
 
 void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
+  waiter_ = 0;
   asking_ = false;
   if (const std::shared_ptr<Item> item = std::exchange(submitting_, nullptr); item != nullptr) {
     if (ticket.ok()) return SubmitWith(item, *std::move(ticket));
@@ -148,7 +149,6 @@ void StreamCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
 }
 
 void StreamCall::OnMessageSize(size_t bytes) {
-  if (input_over_) return;
   const auto item =
       std::make_shared<Item>(std::static_pointer_cast<StreamCall>(shared_from_this()));
   absl::Status status = item->CheckMessageSize(static_cast<int64_t>(bytes), headers_);
@@ -173,7 +173,6 @@ void StreamCall::ReceiveMessage() {
 void StreamCall::OnMessage(MessageMemory message) {
   engine::Admission::Ticket ticket = *std::exchange(ticket_, std::nullopt);
   const std::shared_ptr<Item> item = std::exchange(next_, nullptr);
-  if (input_over_) return;
   const absl::Status status = item->Take(std::move(message), headers_);
   items_.push_back(item);
   ++messages_;
@@ -204,7 +203,10 @@ void StreamCall::OnHalfClose() { EndInput(absl::OkStatus()); }
 
 void StreamCall::EndInput(const absl::Status& status) {
   if (!std::exchange(input_over_, true)) end_status_ = status;
-  StopReceiveTimer();
+  DropInput();
+  next_.reset();
+  ticket_.reset();
+  if (submitting_ == nullptr) environment_.admission->Abandon(std::exchange(waiter_, 0));
   Advance();
 }
 
@@ -267,8 +269,10 @@ void StreamCall::OnIdentities() {
 }
 
 void StreamCall::OnOver() {
+  environment_.admission->Abandon(std::exchange(waiter_, 0));
   items_.clear();
   next_.reset();
+  submitting_.reset();
   ticket_.reset();
   headers_.place = nullptr;
   if (!began()) return;  // nothing was counted

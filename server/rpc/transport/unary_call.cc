@@ -50,6 +50,7 @@ void UnaryCall::AskForRoom(engine::RoomAsk ask) {
 }
 
 void UnaryCall::Admitted(absl::StatusOr<engine::Admission::Ticket> ticket) {
+  waiter_ = 0;
   if (finished()) return;
   if (!ticket.ok()) return End(ticket.status());
   if (have_message_) return SubmitWith(*std::move(ticket));
@@ -142,13 +143,14 @@ void UnaryCall::EndWith(const absl::Status& status, EncodedMessage message) {
   ended_ns_ = ServerCall::age_ns();
   headers_.place = nullptr;  // before the peer knows, and sends its next call
   work_.End(status.ok());
+  environment().admission->Abandon(std::exchange(waiter_, 0));
   ticket_.reset();
   Count(code_);
   Finish(status, std::move(message));
 }
 
 void UnaryCall::OnCancelled(const absl::Status& why) {
-  environment().admission->Abandon(waiter_);
+  environment().admission->Abandon(std::exchange(waiter_, 0));
   Drop();
   if (over() && !finished()) {  // nobody sees a status
     code_ = why.code();
