@@ -1,5 +1,5 @@
-// The C++ client of logitd: one channel to one server or several, calls with deadlines and retries, and
-// tensors that travel from the caller's memory to the socket without a copy of ours in between.
+// The C++ client of logitd: one channel to one server or several, calls with deadlines and retries,
+// and tensors that travel from the caller's memory to the socket without a copy of ours in between.
 #ifndef LOGITD_CLIENT_CLIENT_H_
 #define LOGITD_CLIENT_CLIENT_H_
 
@@ -131,8 +131,8 @@ class SampleStream {
 // itself, for a message that is too large for it, is final.
 class Client {
  public:
-  // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND: such
-  // a file cannot be read. Connects at the first call, not here.
+  // INVALID_ARGUMENT: an address, an option or a file of TlsOptions that cannot work. NOT_FOUND:
+  // such a file cannot be read. Connects at the first call, not here.
   static absl::StatusOr<std::unique_ptr<Client>> Create(ClientOptions options);
   explicit Client(std::unique_ptr<Transport> transport);  // for tests: Transport is not installed
   ~Client();
@@ -173,8 +173,8 @@ class Client {
   std::unique_ptr<SampleStream> OpenSampleStream();
 
   // One attempt, no retries. `done` runs once, on a gRPC thread, and must not block. Without an
-  // owner of the payload, or an arena: INVALID_ARGUMENT, through `done`, before this returns. Calls in flight
-  // must end before the Client does.
+  // owner of the payload, or an arena: INVALID_ARGUMENT, through `done`, before this returns. Calls
+  // in flight must end before the Client does.
   void TopKAsync(const TopKRequest& request, std::function<void(absl::StatusOr<TopKResult>)> done);
   void SampleAsync(const SampleRequest& request,
                    std::function<void(absl::StatusOr<SampleResult>)> done);

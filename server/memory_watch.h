@@ -42,9 +42,9 @@ struct MemoryWatchOptions {
   std::function<void()> give_back;  // unused memory, to the system
 };
 
-// Looks at the resident memory in each period. Above the limit less the margin it gives unused memory
-// back to the system and, if that is not enough, has new connections refused. It cuts nobody.
-// Thread-safe.
+// Looks at the resident memory in each period. Above the limit less the margin it gives unused
+// memory back to the system and, if that is not enough, has new connections refused. It cuts
+// nobody. Thread-safe.
 class MemoryWatch {
  public:
   explicit MemoryWatch(MemoryWatchOptions options);

@@ -8,8 +8,8 @@
 
 namespace logitd::client {
 
-// A clock that never goes back, unlike the time of day: compare its times only with each other. A test
-// replaces it by one whose waits are over at once. Thread-safe.
+// A clock that never goes back, unlike the time of day: compare its times only with each other. A
+// test replaces it by one whose waits are over at once. Thread-safe.
 class Clock {
  public:
   virtual ~Clock() = default;

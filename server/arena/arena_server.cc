@@ -43,7 +43,8 @@ prometheus::Counter* AddCounter(prometheus::Registry& registry, const char* name
   return &prometheus::BuildCounter().Name(name).Help(help).Register(registry).Add({});
 }
 
-// One packet, with `text` or other bytes at its end, with `fd` if it is not below 0. False: the peer does not take it.
+// One packet, with `text` or other bytes at its end, with `fd` if it is not below 0. False: the
+// peer does not take it.
 bool Send(int socket, ArenaAnswer answer, absl::string_view text, int fd) {
   text = text.substr(0, kMaxArenaText);
   answer.text_bytes = static_cast<uint32_t>(text.size());

@@ -42,8 +42,8 @@ struct ArenaServerOptions {
 };
 
 // Serves leases with one thread. Every connection is watched until it ends, and its lease with it.
-// Nothing waits for a peer. Only a few peers that have not asked yet may be connected. One more closes
-// the oldest of them, so silent peers do not keep others out.
+// Nothing waits for a peer. Only a few peers that have not asked yet may be connected. One more
+// closes the oldest of them, so silent peers do not keep others out.
 //
 // A lease may have a ring (ring.h), which ends with it.
 //
@@ -57,8 +57,8 @@ class ArenaServer {
       const ArenaServerOptions& options, Leases* leases,
       std::shared_ptr<prometheus::Registry> registry);
 
-  // From here on leases may have rings; `serve` serves their calls. `cores`: how many the process may
-  // use. Called once.
+  // From here on leases may have rings; `serve` serves their calls. `cores`: how many the process
+  // may use. Called once.
   void ServeRings(ServeRing serve, int cores);
   // Ends every ring, and waits for their threads, at most so long. False: one still runs. No more
   // rings are opened.

@@ -100,9 +100,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
   using MakeMessage = absl::AnyInvocable<std::string()>;
 
   // The reply to work number `serial`. Once for each. `keep` is dropped when the reply is in the
-  // ring, or the ring has ended. `make`, if there is one, runs on the ring's thread, unless the ring
-  // has ended, so that whoever completes the calls of a batch need not make their messages one after
-  // another.
+  // ring, or the ring has ended. `make`, if there is one, runs on the ring's thread, unless the
+  // ring has ended, so that whoever completes the calls of a batch need not make their messages one
+  // after another.
   void Complete(uint64_t serial, RingReply reply, std::shared_ptr<const void> keep,
                 MakeMessage make = nullptr);
 
@@ -168,17 +168,18 @@ using ServeRing = std::function<std::shared_ptr<RingWork>(const std::shared_ptr<
 // All rings of a server. Thread-safe.
 //
 // A ring's thread looks for work for a short while after the last work, then it sleeps. So an idle
-// ring costs nothing, and a decode loop does not wait for a wake-up. The thread of a ring that has one
-// call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same time: one for
-// every four cores, or one. None does while more calls than that are open: the others need the cores.
+// ring costs nothing, and a decode loop does not wait for a wake-up. The thread of a ring that has
+// one call at a time may also run it (Engine::SubmitAlone). Few threads may look at the same time:
+// one for every four cores, or one. None does while more calls than that are open: the others need
+// the cores.
 //
 // To wake a thread takes 2 to 15 us. Where more rings are open than may look, the threads of the
-// engine, which complete a batch's calls one after another, leave that to threads of this object. It
-// goes on with fewer, or none, where the system gives no more threads.
+// engine, which complete a batch's calls one after another, leave that to threads of this object.
+// It goes on with fewer, or none, where the system gives no more threads.
 class Rings {
  public:
-  // `cores`: that the process may use. `clock`: of the time for which a thread looks for work; outlives
-  // this.
+  // `cores`: that the process may use. `clock`: of the time for which a thread looks for work;
+  // outlives this.
   Rings(ServeRing serve, int cores, const Clock& clock = SteadyClock());
   // Stops every ring and waits for its thread.
   ~Rings();

@@ -16,12 +16,12 @@
 
 namespace logitd {
 
-// Runs a function when its time has come: on a thread of its own, and where time is moved by hand, in the
-// call that moves it. Never twice at the same time. Thread-safe.
+// Runs a function when its time has come: on a thread of its own, and where time is moved by hand,
+// in the call that moves it. Never twice at the same time. Thread-safe.
 class Alarm {
  public:
-  // `run` gets the time and returns when it is due again: InfiniteFuture where nothing is. It may call
-  // RunBy, and must not destroy the alarm. `clock` outlives this.
+  // `run` gets the time and returns when it is due again: InfiniteFuture where nothing is. It may
+  // call RunBy, and must not destroy the alarm. `clock` outlives this.
   Alarm(Clock& clock, std::function<absl::Time(absl::Time now)> run);
   // Waits for a run that has begun. Nothing runs afterwards.
   ~Alarm();

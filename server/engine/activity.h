@@ -16,8 +16,8 @@
 namespace logitd::engine {
 
 // Means over the recent past: what happened t ago counts with the weight exp(-t / kMemory). Times
-// are nanoseconds of EngineOptions::clock. Thread-safe. Begin and End cost a lock that is held for some
-// tens of nanoseconds.
+// are nanoseconds of EngineOptions::clock. Thread-safe. Begin and End cost a lock that is held for
+// some tens of nanoseconds.
 class Activity {
  public:
   static constexpr absl::Duration kMemory = absl::Seconds(1);
@@ -38,14 +38,15 @@ class Activity {
   // Stream `stream` never works again: it no longer counts.
   void Remove(int stream);
 
-  // Stream `stream` begins a slice of `op`, or ends it after `rows` rows. `as_many`: the streams that
-  // the slice counts as, in View::busy.
+  // Stream `stream` begins a slice of `op`, or ends it after `rows` rows. `as_many`: the streams
+  // that the slice counts as, in View::busy.
   void Begin(int stream, const OpTraits* op, int64_t now_ns, int as_many = 1);
   void End(int stream, int64_t rows, int64_t now_ns);
 
   View Read(int64_t now_ns) const;
 
-  // How long every stream that counts has been inside a slice without the end of one; 0: a stream is free.
+  // How long every stream that counts has been inside a slice without the end of one; 0: a stream
+  // is free.
   absl::Duration Stalled(int64_t now_ns) const;
 
  private:

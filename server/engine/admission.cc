@@ -175,9 +175,9 @@ struct Admission::State {
     }
   }
 
-  // Makes a change under the lock, and lets in the waiting calls that have room then. Answers go out
-  // without the lock. One thread at a time lets calls in: so answers go out in the order of the lines,
-  // and a `ready` that drops its ticket at once does not recurse through the whole line.
+  // Makes a change under the lock, and lets in the waiting calls that have room then. Answers go
+  // out without the lock. One thread at a time lets calls in: so answers go out in the order of the
+  // lines, and a `ready` that drops its ticket at once does not recurse through the whole line.
   template <typename Change>
   void Update(Change change) {
     bool mine = false;
@@ -285,8 +285,8 @@ struct Admission::State {
   Waiters waiters ABSL_GUARDED_BY(mutex);
   // Charges whose message came later, in the order of their grants.
   std::list<Charge*> coming ABSL_GUARDED_BY(mutex);
-  // While calls wait for room: the time of the last look, and what had come by then on each connection
-  // with a message.
+  // While calls wait for room: the time of the last look, and what had come by then on each
+  // connection with a message.
   absl::Time looked ABSL_GUARDED_BY(mutex) = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, std::optional<int64_t>> seen_bytes ABSL_GUARDED_BY(mutex);
   Alarm alarm{*options.clock, [this](absl::Time now) { return RunDue(now); }};

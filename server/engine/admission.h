@@ -46,8 +46,8 @@ class Sender {
   virtual uint64_t connection_id() const = 0;
   // Bytes received on the connection so far. nullopt: this server is late to read them.
   virtual std::optional<int64_t> connection_bytes() const = 0;
-  // The message comes too slowly, and its room should be given back. Called once, without a lock, with
-  // RESOURCE_EXHAUSTED.
+  // The message comes too slowly, and its room should be given back. Called once, without a lock,
+  // with RESOURCE_EXHAUSTED.
   virtual void OnTooSlow(const absl::Status& why) = 0;
 };
 
@@ -57,8 +57,8 @@ struct RoomAsk {
   absl::Time deadline = absl::InfiniteFuture();
   int64_t bytes = 0;               // at most max_request_bytes are charged
   std::shared_ptr<Sender> sender;  // null: the message is there
-  // The call was let in for its message and asks again, for an answer that needs more. Neither a drain
-  // nor a full line refuses it.
+  // The call was let in for its message and asks again, for an answer that needs more. Neither a
+  // drain nor a full line refuses it.
   bool again = false;
 };
 
@@ -78,16 +78,17 @@ struct RoomAsk {
 //
 // Calls also wait for their turn to be received: see max_receiving_bytes. A turn ends when the
 // message is there, or after kTurn and a second for each 256 MiB: a slow peer does not keep others
-// waiting. min_receiving_calls messages always have a turn, a message of 64 KiB or less needs none, nor
-// does one of 1 MiB or less of a caller that holds nothing.
+// waiting. min_receiving_calls messages always have a turn, a message of 64 KiB or less needs none,
+// nor does one of 1 MiB or less of a caller that holds nothing.
 //
-// While calls wait for room, messages must come. Each connection is looked at every kWindow. It must
-// have received min_receive_rate for each message that it was sending all that time; where that
-// suffices for some of them only, the others, the newest, are too slow. A connection whose bytes this
-// server is late to read is looked at later.
+// While calls wait for room, messages must come. Each connection is looked at every kWindow. It
+// must have received min_receive_rate for each message that it was sending all that time; where
+// that suffices for some of them only, the others, the newest, are too slow. A connection whose
+// bytes this server is late to read is looked at later.
 //
-// Cost: one lock and at most O(waiting callers) a step; O(calls with a ticket or in the line) every kTick
-// while calls wait. A small call takes the lock twice: when it enters, and when its ticket ends.
+// Cost: one lock and at most O(waiting callers) a step; O(calls with a ticket or in the line) every
+// kTick while calls wait. A small call takes the lock twice: when it enters, and when its ticket
+// ends.
 class Admission {
   struct State;
 
@@ -99,8 +100,8 @@ class Admission {
   // The room a call holds. Gives it back when destroyed. Movable; used by one thread at a time.
   class Ticket {
    public:
-    // The message is there, and `bytes` suffice from here on. The rest is given back, unless it is less
-    // than 64 KiB.
+    // The message is there, and `bytes` suffice from here on. The rest is given back, unless it is
+    // less than 64 KiB.
     void ShrinkTo(int64_t bytes);
     // The bytes that are charged. 0: a ticket without a call.
     int64_t bytes() const;
@@ -122,21 +123,22 @@ class Admission {
   // Answers the calls that still wait as BeginDrain does. Every ticket must be destroyed before.
   ~Admission();
 
-  // The answer if it is known at once; `ready` is dropped then. Otherwise the call waits, and `ready`
-  // runs exactly once, unless Abandon comes first: on the thread that makes room or on the alarm's,
-  // perhaps before this returns. No lock of this is held, but the thread may be inside the transport,
-  // where a ticket ends. `ready` may call back and should be brief.
+  // The answer if it is known at once; `ready` is dropped then. Otherwise the call waits, and
+  // `ready` runs exactly once, unless Abandon comes first: on the thread that makes room or on the
+  // alarm's, perhaps before this returns. No lock of this is held, but the thread may be inside the
+  // transport, where a ticket ends. `ready` may call back and should be brief.
   //
-  // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (passed; while it waits, after a kTick at most),
-  // RESOURCE_EXHAUSTED (no place in the line, or more than Caller::max_held_bytes; the text gives the
-  // limits and the retry delay).
+  // Errors: UNAVAILABLE (draining), DEADLINE_EXCEEDED (passed; while it waits, after a kTick at
+  // most), RESOURCE_EXHAUSTED (no place in the line, or more than Caller::max_held_bytes; the text
+  // gives the limits and the retry delay).
   struct Entry {
     std::optional<absl::StatusOr<Ticket>> answer;
     WaiterId waiter = 0;  // for Abandon; 0: it does not wait
   };
   Entry Enter(RoomAsk ask, Ready ready);
 
-  // The call is gone. True: `ready` will never run. False: it has run or is running, or did not wait.
+  // The call is gone. True: `ready` will never run. False: it has run or is running, or did not
+  // wait.
   bool Abandon(WaiterId id);
 
   // From here on Enter answers UNAVAILABLE, and so do the waiting calls. Tickets stay valid.

@@ -38,11 +38,11 @@ bool IsFolder(const std::string& root, const std::string& path);
 // SIGBUS. A failed read only fails that load.
 class DataFile {
  public:
-  // Links are followed while they stay in `root`. A link that is changed meanwhile does not lead out
-  // of it either.
+  // Links are followed while they stay in `root`. A link that is changed meanwhile does not lead
+  // out of it either.
   //
-  // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, a pointer of Git LFS, or not
-  // a path; UNAVAILABLE: any other error.
+  // NOT_FOUND; PERMISSION_DENIED; INVALID_ARGUMENT: not a regular file, a pointer of Git LFS, or
+  // not a path; UNAVAILABLE: any other error.
   static absl::StatusOr<std::shared_ptr<const DataFile>> Open(const std::string& root,
                                                               const std::string& path);
   ~DataFile();

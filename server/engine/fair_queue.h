@@ -68,7 +68,8 @@ class FairClock {
   double now_ = 0;
   double latest_ = 0;     // of all ends
   size_t forget_at_ = 0;  // accounts, before the next search for those to forget
-  // The virtual time at which each account's work ends. One that is not after now_ can be forgotten.
+  // The virtual time at which each account's work ends. One that is not after now_ can be
+  // forgotten.
   absl::flat_hash_map<Account, double> ends_;
 };
 

@@ -22,8 +22,8 @@ constexpr int kLogSteps = 10;  // log lines of a long load
 
 size_t RoundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-// Some items of a tensor and their place in the memory of a device. An item is a row of a matrix, or
-// a number that becomes a float there: (value + offset) * scale.
+// Some items of a tensor and their place in the memory of a device. An item is a row of a matrix,
+// or a number that becomes a float there: (value + offset) * scale.
 struct Items {
   const StoredTensor& tensor;
   size_t first;

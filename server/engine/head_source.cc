@@ -173,7 +173,8 @@ class Settings {
   // Also where it is null.
   bool Has(const char* key) const { return !All(key).empty(); }
 
-  // The stated value: true if it is true anywhere, false if it is false or null wherever it is there.
+  // The stated value: true if it is true anywhere, false if it is false or null wherever it is
+  // there.
   std::optional<bool> Stated(const char* key) {
     std::optional<bool> stated;
     for (const formats::JsonValue* each : All(key)) {

@@ -37,10 +37,10 @@ struct HeadSource {
 
 // Errors: those of Heads::Load about files and settings. Thread-safe.
 //
-// docs/operations.md lists the keys of settings and the names of tensors. A folder's settings are in
-// its config.json, where "text_config" comes first; a single file's are in its metadata. hidden_size
-// is not read: the weight's own width counts, because models that project their states before the
-// head state another size.
+// docs/operations.md lists the keys of settings and the names of tensors. A folder's settings are
+// in its config.json, where "text_config" comes first; a single file's are in its metadata.
+// hidden_size is not read: the weight's own width counts, because models that project their states
+// before the head state another size.
 absl::StatusOr<HeadSource> OpenHeadSource(const HeadRequest& request);
 
 }  // namespace logitd::engine

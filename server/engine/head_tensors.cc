@@ -58,7 +58,8 @@ struct QuantisedScheme {
   std::string_view part;
   std::string_view name;
 };
-// Tensors of quantised matrices, beside or in place of their weight. The first that is there counts.
+// Tensors of quantised matrices, beside or in place of their weight. The first that is there
+// counts.
 constexpr QuantisedScheme kSchemes[] = {
     {"g_idx", "GPTQ"},
     {"qweight", "GPTQ or AWQ"},

@@ -38,13 +38,14 @@ struct QuantisedPart {
 // Errors: those of Heads::Load about files. Not thread-safe.
 //
 // Names are those of the model: a wrapper that all names begin with, "_orig_mod." (torch.compile),
-// "module." (DDP) or several of them, is left out, except in the names of StoredTensor and of texts.
+// "module." (DDP) or several of them, is left out, except in the names of StoredTensor and of
+// texts.
 class HeadTensors {
  public:
   static absl::StatusOr<HeadTensors> OfFile(const std::string& root, const std::string& path);
 
-  // "model.safetensors", or the files that "model.safetensors.index.json" names. With both, the first,
-  // as in transformers. Of an index it has only the tensors outside the model's layers.
+  // "model.safetensors", or the files that "model.safetensors.index.json" names. With both, the
+  // first, as in transformers. Of an index it has only the tensors outside the model's layers.
   static absl::StatusOr<HeadTensors> OfFolder(const std::string& root, const std::string& folder);
 
   bool Has(const std::string& name) const { return file_of_.contains(name); }
@@ -57,17 +58,18 @@ class HeadTensors {
     }
     return "";
   }
-  // The first name that exists of a head's own tensors, such as "lm_head.weight" for "weight"; and of
-  // input embeddings, which are the head of a model that ties them.
+  // The first name that exists of a head's own tensors, such as "lm_head.weight" for "weight"; and
+  // of input embeddings, which are the head of a model that ties them.
   std::string OfHead(std::string_view rest) const;
   std::string Embeddings() const;
 
-  // A tensor by which the matrix is quantised whose weight has this name, or would have it; of a head
-  // under any of its names.
+  // A tensor by which the matrix is quantised whose weight has this name, or would have it; of a
+  // head under any of its names.
   std::optional<QuantisedPart> QuantisedPartOf(std::string_view weight) const;
   std::optional<QuantisedPart> QuantisedHead() const;
 
-  // For error texts, bounded: the names of a head's weight; the tensors outside layers, a head's first.
+  // For error texts, bounded: the names of a head's weight; the tensors outside layers, a head's
+  // first.
   static std::string HeadNames();
   std::string Listed() const;
 

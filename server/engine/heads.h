@@ -55,8 +55,8 @@ class Head {
     std::shared_ptr<std::byte> owned;  // the memory, until it is freed
   };
 
-  // `copies`: one for each device; at least one has a backend, which outlives this. `whole`: the shape
-  // of a sharded head, whose parts all have a backend; none: each copy is whole.
+  // `copies`: one for each device; at least one has a backend, which outlives this. `whole`: the
+  // shape of a sharded head, whose parts all have a backend; none: each copy is whole.
   Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whole = std::nullopt);
   Head(const Head&) = delete;
   Head& operator=(const Head&) = delete;
@@ -101,19 +101,19 @@ struct HeadProgress {
 // may outlive this.
 class Heads {
  public:
-  // `metrics` may be null. It and the backends of `devices` outlive this and every Head. `max_bytes`:
-  // the most memory that all heads together take on each device, unloaded ones that jobs still use
-  // included.
+  // `metrics` may be null. It and the backends of `devices` outlive this and every Head.
+  // `max_bytes`: the most memory that all heads together take on each device, unloaded ones that
+  // jobs still use included.
   Heads(std::shared_ptr<const Devices> devices, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max());
   // With one device.
   Heads(Backend* backend, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max());
 
-  // Reads and checks a head, and copies it to every device that is not lost, or to each its part of a
-  // head that is to be sharded; then lists it. The weight is read once. `progress` runs on this thread
-  // from time to time and once at the end; while another load runs, with total_bytes 0. If it
-  // returns false, the load ends with CANCELLED.
+  // Reads and checks a head, and copies it to every device that is not lost, or to each its part of
+  // a head that is to be sharded; then lists it. The weight is read once. `progress` runs on this
+  // thread from time to time and once at the end; while another load runs, with total_bytes 0. If
+  // it returns false, the load ends with CANCELLED.
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
@@ -155,7 +155,8 @@ class Heads {
   const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads keep it.
+  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads keep
+  // it.
   const std::shared_ptr<std::vector<std::atomic<int64_t>>> bytes_;
   mutable Mutex mutex_;
   CondVar read_ended_;

@@ -16,12 +16,12 @@ namespace logitd::engine {
 
 // Streams are counted over all devices, those of a device one after another.
 //
-// A change of the engine's state wakes at most one stream. A stream that takes work wakes the next one
-// if there is more.
+// A change of the engine's state wakes at most one stream. A stream that takes work wakes the next
+// one if there is more.
 //
-// Polling. The next request of a busy client comes within microseconds, and a sleeping thread takes 20
-// of them to wake. So one idle stream of all polls for EngineOptions::idle_spin before it sleeps. 3 rings
-// make 1.17 times as many calls so, and one connection 1.27 times.
+// Polling. The next request of a busy client comes within microseconds, and a sleeping thread takes
+// 20 of them to wake. So one idle stream of all polls for EngineOptions::idle_spin before it
+// sleeps. 3 rings make 1.17 times as many calls so, and one connection 1.27 times.
 //
 // Lending. A caller's thread may run a batch on a stream that waits. The stream's own thread takes
 // nothing meanwhile. A lone ring makes 1.2 times as many calls so.
@@ -50,8 +50,8 @@ class IdleStreams {
   void WakeOne(absl::FunctionRef<bool(int device)> has_work, int except = kNone);
   void WakeAll();
 
-  // A stream of `device`, or of the device with the most idle streams (kAnyDevice), that is lent from now
-  // on. kNone: none is idle.
+  // A stream of `device`, or of the device with the most idle streams (kAnyDevice), that is lent
+  // from now on. kNone: none is idle.
   int Lend(int device);
   void TakeBack(int stream);
   bool lent(int stream) const { return seats_[static_cast<size_t>(stream)].lent; }

@@ -20,8 +20,8 @@ constexpr char kRetryDelay[] = "logitd/retry-delay-ms";
 constexpr double kCallCost = 100e3;
 constexpr double kByteCost = 0.4;
 
-// Calls with so little time that may be outstanding before there is an estimate. A flood must not keep
-// a server that just started from ever finishing a call.
+// Calls with so little time that may be outstanding before there is an estimate. A flood must not
+// keep a server that just started from ever finishing a call.
 constexpr int kUnknownCalls = 256;
 constexpr absl::Duration kUnknownTime = absl::Seconds(5);
 constexpr absl::Duration kUnknownRetry = absl::Milliseconds(10);
@@ -42,13 +42,14 @@ constexpr absl::Duration kProbeEvery = absl::Milliseconds(100);
 
 constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 
-// A call with so much time may take more of it in a short line: a client that sends its next call when
-// one has ended makes no long line, and must not be refused for ever after one wrong estimate.
+// A call with so much time may take more of it in a short line: a client that sends its next call
+// when one has ended makes no long line, and must not be refused for ever after one wrong estimate.
 constexpr absl::Duration kMuchTime = absl::Seconds(1);
 constexpr double kShortTimeOfMuch = 0.1;
 
-// So many outstanding calls of a caller are never too many for a short line: while one runs, another
-// comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer calls.
+// So many outstanding calls of a caller are never too many for a short line: while one runs,
+// another comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer
+// calls.
 constexpr int kShortLineFree = 2;
 
 }  // namespace
@@ -183,6 +184,7 @@ void Load::Arrived(Work::Data* work, int64_t bytes) {
   MutexLock lock(mutex_);
   ahead_.Add(&callers_.at(work->call.caller.id).share, work->call.caller.priority,
              cost - work->cost);
+  work->ahead += static_cast<double>(cost - work->cost);  // what it takes is compared with it
   work->cost = cost;
 }
 

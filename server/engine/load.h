@@ -32,22 +32,23 @@ std::optional<absl::Duration> RetryDelayOf(const absl::Status& status);
 
 // Decides whether a call can meet its deadline, when the size of its message is known. Thread-safe.
 //
-// The prediction is (work ahead) x (slowness), where the devices share the work of other calls, but a
-// call's own work is one device's. Slowness is measured over all of a call: the socket, the line,
+// The prediction is (work ahead) x (slowness), where the devices share the work of other calls, but
+// a call's own work is one device's. Slowness is measured over all of a call: the socket, the line,
 // copies, kernels. So it follows whatever limits the server, and the cost of refusals too.
-// - Without an estimate few calls are refused: 256 of a server that have less than 5 s are let in, and
+// - Without an estimate few calls are refused: 256 of a server that have less than 5 s are let in,
+//   and
 //   one more for each that ends.
 // - A caller that has nothing outstanding is let in while few callers are active.
 // - Where no call has ended for a while, one call now and then is let in, to measure.
 // - A call counts only if its message came. So peers that send nothing do not slow the estimate.
 //
-// A refusal means that calls come faster than they end, and that all wait for nearly all of their time,
-// in memory that no cache holds. So the line of that caller is kept short: beside two outstanding
-// calls, another one is refused where it would take longer than kShortTime of its time (a tenth, from
-// a second on), and longer than some calls like it, or like the outstanding ones, one after another
-// (ShortCallsFor). The server is as busy, and calls are answered sooner. Calls with twice the refused
-// call's time, or without a deadline, may wait. The line may grow again when none of its calls was
-// refused for kShortLine. Measured: bench/results/cpu/overload_lines.json.
+// A refusal means that calls come faster than they end, and that all wait for nearly all of their
+// time, in memory that no cache holds. So the line of that caller is kept short: beside two
+// outstanding calls, another one is refused where it would take longer than kShortTime of its time
+// (a tenth, from a second on), and longer than some calls like it, or like the outstanding ones,
+// one after another (ShortCallsFor). The server is as busy, and calls are answered sooner. Calls
+// with twice the refused call's time, or without a deadline, may wait. The line may grow again when
+// none of its calls was refused for kShortLine. Measured: bench/results/cpu/overload_lines.json.
 class Load {
  public:
   static constexpr absl::Duration kShortLine = absl::Seconds(5);
@@ -105,8 +106,8 @@ class Load {
   // Callers with outstanding work.
   int callers() const;
 
-  // The time of an interactive call that comes now, costs what the last calls did, and is the only one of
-  // its caller. nullopt: not known yet.
+  // The time of an interactive call that comes now, costs what the last calls did, and is the only
+  // one of its caller. nullopt: not known yet.
   std::optional<absl::Duration> PredictNext() const;
 
  private:

@@ -36,6 +36,7 @@ static_assert(std::size(kRefusals) == static_cast<size_t>(Refusal::kEarlyBytes) 
 
 // In the order of Proof.
 constexpr const char* kProofs[] = {"none", "token", "certificate", "user"};
+static_assert(std::size(kProofs) == static_cast<size_t>(Proof::kUser) + 1);
 
 struct Help {
   const char* name;
@@ -56,7 +57,8 @@ constexpr Help kGauges[] = {
      "Memory of heads on all devices: loading, loaded, and unloaded ones that jobs still use."},
     {"logitd_open_calls", "Calls of ops that are not over."},
     {"logitd_open_streams", "Open calls that are streams."},
-    {"logitd_predicted_delay_seconds", "Predicted time of the last call from headers to its end."},
+    {"logitd_predicted_delay_seconds",
+     "Predicted time of the last call, from when its size is known to its end."},
     {"logitd_draining", "1 from the start of the drain."},
 };
 static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);

@@ -1,5 +1,6 @@
-// Metrics of the engine and its calls. docs/operations.md lists the series and says what to look at; metrics.cc
-// has their names. Names are stable. Every series exists from the start, so zero shows as zero.
+// Metrics of the engine and its calls. docs/operations.md lists the series and says what to look
+// at; metrics.cc has their names. Names are stable. Every series exists from the start, so zero
+// shows as zero.
 #ifndef LOGITD_SERVER_ENGINE_METRICS_H_
 #define LOGITD_SERVER_ENGINE_METRICS_H_
 
@@ -75,8 +76,8 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // All series, those that others added to registry() included. Lives until this object and all copies
-  // of the pointer are gone.
+  // All series, those that others added to registry() included. Lives until this object and all
+  // copies of the pointer are gone.
   std::shared_ptr<prometheus::Collectable> page() const;
   // For series of other parts. What this object counts is up to date only on page().
   std::shared_ptr<prometheus::Registry> registry() const { return registry_; }
@@ -94,8 +95,8 @@ class Metrics {
   // Once per computed batch, by the engine. `oldest`: the times of the batch's oldest job.
   void CountBatch(std::string_view op, const JobTimes& oldest);
 
-  // Once per computed slice, by the engine, which ran on `device`, or a part of every row on each of
-  // kAllDevices. `seconds`: from the stream's start on it to its end.
+  // Once per computed slice, by the engine, which ran on `device`, or a part of every row on each
+  // of kAllDevices. `seconds`: from the stream's start on it to its end.
   static constexpr int kAllDevices = -1;
   void CountSlice(std::string_view op, int device, int64_t rows, double seconds);
 

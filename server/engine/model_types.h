@@ -12,7 +12,8 @@ struct ModelFamily {
   // multimodal model: the default of its text model.
   bool ties;
   // One of the causal models of transformers 5.23, all of which were looked at: what changes their
-  // logits is either done or refused. The others are multimodal models, and text models inside them.
+  // logits is either done or refused. The others are multimodal models, and text models inside
+  // them.
   bool surveyed;
 };
 

@@ -118,8 +118,8 @@ class ExclusiveCall {
  public:
   virtual ~ExclusiveCall() = default;
 
-  // Does what OpTraits::enqueue does. Where the rows may be cut, it shifts arrays of axes that follow the rows
-  // by BatchView::first_row.
+  // Does what OpTraits::enqueue does. Where the rows may be cut, it shifts arrays of axes that
+  // follow the rows by BatchView::first_row.
   virtual absl::Status Enqueue(Stream& stream, const BatchView& batch) const = 0;
 };
 

@@ -24,8 +24,8 @@ enum class RoomPart : uint8_t {
   kFirst,  // for callers that hold nothing: one largest message
 };
 
-// Not thread-safe. Each caller has a line for each priority; the order of the lines is start-time fair
-// queueing (Goyal, Vin, Cheng 1996) of bytes by weight, interactive lines first.
+// Not thread-safe. Each caller has a line for each priority; the order of the lines is start-time
+// fair queueing (Goyal, Vin, Cheng 1996) of bytes by weight, interactive lines first.
 class Room {
  public:
   // 1 MiB and small fields.
@@ -71,16 +71,17 @@ class Room {
   // Ends a holder that holds nothing and does not wait.
   void Forget(Holder* holder);
 
-  // Charges a call at once, unless other calls come first, no part has room for it or it is not its turn.
+  // Charges a call at once, unless other calls come first, no part has room for it or it is not its
+  // turn.
   std::optional<Charge> TryTake(Holder* holder, const Ask& ask);
   // Puts a call at the end of its line.
   void Wait(Holder* holder, Priority priority, WaiterId waiter, const Ask& ask);
   // Takes a waiting call out of its line, without room. Its holder may be gone afterwards.
   void Leave(Holder* holder, Priority priority, WaiterId waiter);
-  // The next call that has room and whose turn it is: it leaves its line and is charged. A call may pass
-  // those that wait for room if it needs nothing of the common part, and those that wait for a turn if
-  // it needs none.
-  // Cost: O(lines) where the first one may not go and small calls wait, or the first part has room.
+  // The next call that has room and whose turn it is: it leaves its line and is charged. A call may
+  // pass those that wait for room if it needs nothing of the common part, and those that wait for a
+  // turn if it needs none. Cost: O(lines) where the first one may not go and small calls wait, or
+  // the first part has room.
   std::optional<std::pair<WaiterId, Charge>> Grant();
 
   // The message of a charge is there, or does not count any longer.

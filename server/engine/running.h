@@ -23,8 +23,8 @@ namespace logitd::engine {
 // Room for short work. While a device is at work, its last free slab is only for short interactive
 // jobs; of two slabs, for interactive jobs up to kSlowSlice. Work that is expected to take slices
 // longer than kSlowSlice does not begin one on the last free stream of a device, if it has several,
-// nor on the last one of all devices. A light caller beside six that score makes 2.3 times as many calls
-// so (bench/results/cpu/engine.json).
+// nor on the last one of all devices. A light caller beside six that score makes 2.3 times as many
+// calls so (bench/results/cpu/engine.json).
 //
 // Sharded heads. A batch on one runs on all devices together, and counts as work of the first. One
 // slice of them runs at a time. When any device is lost, all work on sharded heads ends.

@@ -48,8 +48,8 @@ class Scheduler {
   bool HasWork(int device, int64_t now_ns);
   // After a slice.
   void GiveBack(Batch* batch, absl::Time now);
-  // Does what time has brought: ends jobs whose deadline has passed, and lets Take find jobs whose delay
-  // is over.
+  // Does what time has brought: ends jobs whose deadline has passed, and lets Take find jobs whose
+  // delay is over.
   void MakeDue(absl::Time now);
   // When there is more of it, if nothing else happens; it may be earlier.
   absl::Time next_due() const;

@@ -209,8 +209,8 @@ bool ThreadedEngine::TellEndedUnlocked() {
   return true;
 }
 
-// After a change: has what is due done in time, wakes a stream if there is work for one, and sets the
-// metrics.
+// After a change: has what is due done in time, wakes a stream if there is work for one, and sets
+// the metrics.
 void ThreadedEngine::Announce(int64_t now_ns, int except) {
   alarm_.RunBy(scheduler_.next_due());
   idle_.WakeOne([&](int device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(

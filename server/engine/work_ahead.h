@@ -13,8 +13,8 @@ namespace logitd::engine {
 // Outstanding work by caller, in nanoseconds of estimated time.
 //
 // The work ahead of a call is what fair queuing does until the call is done: its own work, and of
-// every other caller not more than that (by weight). Batch calls also wait for all interactive work. Not
-// thread-safe.
+// every other caller not more than that (by weight). Batch calls also wait for all interactive
+// work. Not thread-safe.
 class WorkAhead {
  public:
   // One caller's work that has to be done.

@@ -13,9 +13,9 @@
 
 namespace logitd::ops {
 
-// A member of a row that is an index into the arrays of `axis`, counted from the job's first element;
-// a negative value means none. With `count`, the row's answers start there, and `count` says how
-// many they are.
+// A member of a row that is an index into the arrays of `axis`, counted from the job's first
+// element; a negative value means none. With `count`, the row's answers start there, and `count`
+// says how many they are.
 template <typename Row>
 struct RowPlace {
   size_t axis;

@@ -550,7 +550,8 @@ TEST_F(CutOffTest, ARingThatIsCutOffEndsItsLease) {
   // A server that still looks at the ring by itself finds it without the doorbell, and may be done.
   const ssize_t rung = send(client, "", 1, MSG_NOSIGNAL);
   ASSERT_TRUE(rung == 1 || errno == EPIPE || errno == ECONNRESET) << errno;
-  // The server never reads that doorbell. So ECONNRESET may come too, before its message or after it.
+  // The server never reads that doorbell. So ECONNRESET may come too, before its message or after
+  // it.
   ssize_t told = recv(client, packet.data(), packet.size(), 0);
   if (told < 0) told = recv(client, packet.data(), packet.size(), 0);
   ASSERT_GT(told, ssize_t{sizeof(RingAnswer)});

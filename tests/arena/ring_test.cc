@@ -247,8 +247,8 @@ TEST(RingPagesTest, HeadsThatBreakTheProtocolAreToldApart) {
   EXPECT_EQ(request.message, std::string(224, 'x'));
 }
 
-// Answers with the message itself, in reverse where the test asks for it. A thread that has nothing to do
-// sleeps only when the test lets time pass.
+// Answers with the message itself, in reverse where the test asks for it. A thread that has nothing
+// to do sleeps only when the test lets time pass.
 class EchoRings : public ::testing::Test {
  protected:
   struct Work final : RingWork {
@@ -453,7 +453,8 @@ TEST_F(EchoRings, APeerThatBreaksTheProtocolIsToldWhyAndCutOff) {
   peer.Submit(0, "", {.method = 77});
   Bell();
   std::array<char, 2048> packet;
-  // The server may never read that doorbell. So ECONNRESET may come too, before its message or after it.
+  // The server may never read that doorbell. So ECONNRESET may come too, before its message or
+  // after it.
   ssize_t got = recv(client_, packet.data(), packet.size(), 0);
   if (got < 0) got = recv(client_, packet.data(), packet.size(), 0);
   ASSERT_GT(got, ssize_t{sizeof(RingAnswer)});
@@ -539,7 +540,8 @@ TEST_F(EchoRings, TheEndOfTheServerEndsRingsThatSleepAndThatRun) {
   EXPECT_TRUE(held_[0].first->dropped);
 }
 
-// While one of these lives, this process gets no new thread: a stack is as large as the address space.
+// While one of these lives, this process gets no new thread: a stack is as large as the address
+// space.
 class NoNewThreads {
  public:
   NoNewThreads() {

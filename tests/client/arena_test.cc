@@ -246,7 +246,8 @@ TEST_F(ArenaClientTest, ALeaseThatHasEndedIsNotFound) {
 TEST_F(ArenaClientTest, KilledClientsLeaveNothingBehind) {
   const std::vector<float> logits = Normal(kRows * kVocab, 4);
   for (int i = 0; i < 10; ++i) {
-    // The server frees what was leased a little later. Until then load_bench gets no lease, and ends.
+    // The server frees what was leased a little later. Until then load_bench gets no lease, and
+    // ends.
     ASSERT_TRUE(Becomes([&] {
       return RunAndKill("load_bench",
                         {"--addr", address_, "--arena", arena_address(), "--rows", "64", "--vocab",

@@ -418,8 +418,9 @@ TEST_F(RetryTest, NobodyListeningIsUnavailable) {
   EXPECT_EQ(client->Info().status().code(), absl::StatusCode::kUnavailable);
 }
 
-// A decode loop must not stand idle for seconds because its server was restarted. By gRPC's own defaults,
-// the eighth connection that fails comes after 43 s, and a second after one that is silent after 20 s.
+// A decode loop must not stand idle for seconds because its server was restarted. By gRPC's own
+// defaults, the eighth connection that fails comes after 43 s, and a second after one that is
+// silent after 20 s.
 TEST_F(RetryTest, AServerThatIsAwayIsLookedForAgainAndAgain) {
   for (const bool silent : {false, true}) {
     const TempDir dir;

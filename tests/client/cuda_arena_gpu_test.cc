@@ -308,7 +308,8 @@ TEST_F(CudaArenaTest, AClientThatOverwritesItsRowsSpoilsOnlyItsOwnAnswer) {
   }
 }
 
-// A client that takes the pages out of its file gets answers of some kind, and nothing else happens.
+// A client that takes the pages out of its file gets answers of some kind, and nothing else
+// happens.
 TEST_F(CudaArenaTest, PagesThatTheClientTakesOutHarmOnlyItself) {
   constexpr int64_t kVocab = 65537;
   const std::vector<float> logits = Normal(4 * kVocab, 9);

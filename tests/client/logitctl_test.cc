@@ -505,7 +505,8 @@ TEST(LogitctlTest, HealthSaysItByExitCode) {
   EXPECT_EQ(Logitctl({"health", "--addr", server.address(), "--service", "nothing"}).code, 1);
 }
 
-// A full disk, and a stdout that the caller has closed: its number must not go to a connection either.
+// A full disk, and a stdout that the caller has closed: its number must not go to a connection
+// either.
 TEST(LogitctlTest, LostOutputIsNoSuccess) {
   const FakeServer server;
   const auto run = [&](const std::string& where, const std::string& command) {

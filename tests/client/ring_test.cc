@@ -262,7 +262,8 @@ TEST_F(RingTest, KilledClientsLeaveNoDescriptorThreadMappingOrLease) {
   EXPECT_TRUE(Becomes([&] { return Count("task") <= threads; }));
 }
 
-// The memory of the ring changes at all times. The scribbler is cut off or gets errors; others go on.
+// The memory of the ring changes at all times. The scribbler is cut off or gets errors; others go
+// on.
 TEST_F(RingTest, AClientThatOverwritesTheRingHarmsNoOther) {
   const auto honest_arena = Lease();
   const auto honest = Open(honest_arena.get());

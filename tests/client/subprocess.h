@@ -24,7 +24,8 @@ std::string BinaryPath(const std::string& name);
 Ran RunBinary(const std::string& name, std::vector<std::string> args,
               const std::function<void(const std::string&)>& on_output = nullptr);
 
-// Runs the binary `name` and kills it after `time`, at any moment of its work. False: it had ended by itself.
+// Runs the binary `name` and kills it after `time`, at any moment of its work. False: it had ended
+// by itself.
 bool RunAndKill(const std::string& name, std::vector<std::string> args, absl::Duration time);
 
 // A binary of ours that keeps running: started here, asked to stop by SIGTERM at the end, killed 20

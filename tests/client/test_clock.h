@@ -15,8 +15,8 @@
 
 namespace logitd::testing {
 
-// Every wait is over at once, except while `stands_still` says that time does not pass. Thread-safe;
-// `stands_still` and `waits` are of the test and of the one thread that waits.
+// Every wait is over at once, except while `stands_still` says that time does not pass.
+// Thread-safe; `stands_still` and `waits` are of the test and of the one thread that waits.
 class TestClock final : public client::Clock {
  public:
   absl::Time Now() const override {

@@ -363,7 +363,8 @@ TEST(ResidentMemoryTest, IsGivenBackWhenTheLoadHasEnded) {
   request.set_scores(std::string(20 * kMiB, '\0'));
   const grpc::ByteBuffer message = ToBuffer(request.SerializeAsString());
   {
-    // Answers that no peer takes, and that malloc keeps when they are freed: mapped ones are larger.
+    // Answers that no peer takes, and that malloc keeps when they are freed: mapped ones are
+    // larger.
     std::deque<UnreadCall> unread;
     for (int i = 1; i <= 32; ++i) {
       unread.emplace_back(server.tcp(), kSoftmax, message);

@@ -56,17 +56,17 @@ class Message final : public Sender {
   const std::function<void(const absl::Status&)> too_slow_;
 };
 
-// Runs words VERB[:CALLER[*TIMES]][:NUMBER], and logs what calls are told. NUMBER is in units of bytes, or
-// milliseconds; without it a call asks for a largest message.
+// Runs words VERB[:CALLER[*TIMES]][:NUMBER], and logs what calls are told. NUMBER is in units of
+// bytes, or milliseconds; without it a call asks for a largest message.
 //   enter  a call whose message is there      again  one that was let in before
 //   send   a call whose message comes         pass   a call that leaves as soon as it is let in
 //   until  a call with a deadline             leave  the caller's oldest ticket is destroyed
 //   shrink that ticket holds less             abandon  the caller's oldest call leaves the line
 //   come   bytes come on its connection       unread, read  the server is late to read it, or not
 //   ms     time passes                        drain
-// Log: "a" a call of a is let in, "!a" RESOURCE_EXHAUSTED, "~a" DEADLINE_EXCEEDED, "-a" UNAVAILABLE, "^a2"
-// the second call of a is too slow; "a*3": three times. Capital letters: batch calls of that caller.
-// w has twice the weight of others, q a quota of 150 units.
+// Log: "a" a call of a is let in, "!a" RESOURCE_EXHAUSTED, "~a" DEADLINE_EXCEEDED, "-a"
+// UNAVAILABLE, "^a2" the second call of a is too slow; "a*3": three times. Capital letters: batch
+// calls of that caller. w has twice the weight of others, q a quota of 150 units.
 class Gate {
  public:
   explicit Gate(AdmissionOptions options, int64_t unit = 1, Metrics* metrics = nullptr)
@@ -267,7 +267,8 @@ const Scenario kScenarios[] = {
     {kTwo, "a_quota_counts_what_a_caller_holds", "enter:q enter:q:51 enter:q:50", "q !q q", 150},
     {kTwo, "a_quota_counts_what_a_caller_waits_for", "enter:a enter:b enter:q enter:q:51", "a b !q",
      200},
-    // Room for 16 messages of 64 MiB: 14, one for callers that hold nothing, 64 MiB for small calls.
+    // Room for 16 messages of 64 MiB: 14, one for callers that hold nothing, 64 MiB for small
+    // calls.
     {kMany, "a_light_caller_gets_in_beside_many_large_calls", "enter:a*40 enter:b", "a*14 b", 960},
     {kMany, "who_holds_room_does_not_take_the_last_part", "enter:a*40 pass:b*20", "a*14 b*20", 896},
     {kMany, "the_last_part_is_free_again_when_others_have_room",

@@ -66,8 +66,8 @@ TEST_F(EngineAloneTest, AJobBesideAnotherRunsOnAStreamsThread) {
   EXPECT_NE(ran_on_, std::this_thread::get_id());
 }
 
-// While its stream is lent, the other stream does all other work, and work that waits for a stream is
-// not forgotten when it is given back.
+// While its stream is lent, the other stream does all other work, and work that waits for a stream
+// is not forgotten when it is given back.
 TEST_F(EngineAloneTest, OtherJobsGoOnWhileAStreamIsLent) {
   Warm();
   for (int round = 0; round < 50; ++round) {

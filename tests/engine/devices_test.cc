@@ -1,4 +1,5 @@
-// The engine's threads on several devices: all work at the same time, and what a lost device takes with it.
+// The engine's threads on several devices: all work at the same time, and what a lost device takes
+// with it.
 #include "server/engine/devices.h"
 
 #include <memory>

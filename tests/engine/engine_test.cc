@@ -1,5 +1,5 @@
-// The engine's threads on one device: who wakes whom, what happens at a time, and the end. What runs when is tested
-// without threads: scheduler_test.cc.
+// The engine's threads on one device: who wakes whom, what happens at a time, and the end. What
+// runs when is tested without threads: scheduler_test.cc.
 #include "server/engine/engine.h"
 
 #include <memory>

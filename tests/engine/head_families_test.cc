@@ -1,6 +1,6 @@
-// Heads of the models of transformers, as its versions 4 and 5 save them: the logits of a loaded head
-// are those that transformers computes. families_4.json and families_5.json have the saved files (see
-// write_families.py), and write_heads.py writes them out.
+// Heads of the models of transformers, as its versions 4 and 5 save them: the logits of a loaded
+// head are those that transformers computes. families_4.json and families_5.json have the saved
+// files (see write_families.py), and write_heads.py writes them out.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

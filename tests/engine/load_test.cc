@@ -213,6 +213,23 @@ TEST_F(LoadTest, TheSizeOfWhatArrivedCounts) {
   EXPECT_FALSE(LetsIn(1, absl::Milliseconds(200)));
 }
 
+// A call with rows in a lease takes long for its message, and says nothing of others.
+TEST_F(LoadTest, TheTimeOfACallIsComparedWithTheSizeThatArrived) {
+  const auto learn = [&](int64_t stated) {
+    for (int i = 0; i < 100; ++i) {
+      Load::Work work;
+      ASSERT_TRUE(Begin(2, absl::InfiniteDuration(), &work, stated).ok());
+      work.Arrived(10'000'000);
+      clock_.Advance(kTakes);
+      work.End(true);
+    }
+  };
+  learn(10'000'000);
+  const absl::Duration told = *load_->PredictNext();
+  learn(200);
+  EXPECT_NEAR(absl::FDivDuration(*load_->PredictNext(), told), 1, 0.01);
+}
+
 TEST_F(LoadTest, AnIdleServerLetsCallsIn) {
   Learn();
   EXPECT_TRUE(LetsIn(7, absl::Microseconds(1)));
@@ -279,8 +296,8 @@ TEST_F(LoadTest, TheNextCallIsPredictedFromTheLastOnesAndTheOthersThatWait) {
 
 // --- short lines
 
-// Caller 1 sends calls with `left` ms until one is refused, all end but `kept`, and after `pause` ms
-// `caller` sends calls with `left_again` until it has `least` to `most`.
+// Caller 1 sends calls with `left` ms until one is refused, all end but `kept`, and after `pause`
+// ms `caller` sends calls with `left_again` until it has `least` to `most`.
 struct ShortLine {
   const char* name;
   int takes, left;
@@ -341,7 +358,8 @@ TEST_F(LoadTest, WithManyCoresAShortLineHoldsMoreCalls) {
   EXPECT_EQ(Load::ShortCallsFor(16), 32);
 }
 
-// Every caller of many may have two calls in its line, and a third one only in a line that is short.
+// Every caller of many may have two calls in its line, and a third one only in a line that is
+// short.
 TEST_F(LoadTest, BesideTwoCallsAnotherOneIsRefusedWhereTheLineIsLong) {
   Learn();
   Works works;

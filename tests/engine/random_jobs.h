@@ -18,8 +18,9 @@ class RandomJobs {
   int Below(int n) { return static_cast<int>(random_() % static_cast<uint32_t>(n)); }
   bool OneIn(int n) { return Below(n) == 0; }
 
-  // Sets what `shape` has no value for. Every fourth job has up to `most_rows` rows, the others up to four. Every third
-  // has a deadline, up to `most_time` after `now`. Without a head and a device, every fourth is exclusive.
+  // Sets what `shape` has no value for. Every fourth job has up to `most_rows` rows, the others up
+  // to four. Every third has a deadline, up to `most_time` after `now`. Without a head and a
+  // device, every fourth is exclusive.
   std::shared_ptr<CheckedJob> Next(TestJob::Shape shape, int most_rows, absl::Time now,
                                    absl::Duration most_time) {
     shape.row_elements = 3 + Below(3);

@@ -40,8 +40,8 @@ TEST(RealTimeTest, ADelayAndADeadlineEndByThemselves) {
   EXPECT_TRUE(job->Wait().ok());
 }
 
-// The engine's own time for a job, next to the start of a thread. Beside other work most jobs wait for a processor, so the
-// quickest tenth counts.
+// The engine's own time for a job, next to the start of a thread. Beside other work most jobs wait
+// for a processor, so the quickest tenth counts.
 TEST(RealTimeTest, AOneRowJobTakesNoLongerThanAFewStartsOfAThread) {
   FakeBackend backend;
   const auto engine = MakeEngine(&backend, SmallOptions());

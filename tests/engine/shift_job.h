@@ -1,4 +1,5 @@
-// A job of an exclusive op, whose batches hold one job: it may be answered in place and keep its answer.
+// A job of an exclusive op, whose batches hold one job: it may be answered in place and keep its
+// answer.
 #ifndef LOGITD_TESTS_ENGINE_SHIFT_JOB_H_
 #define LOGITD_TESTS_ENGINE_SHIFT_JOB_H_
 

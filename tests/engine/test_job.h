@@ -25,7 +25,8 @@
 
 namespace logitd::engine {
 
-// A head without a weight. On device d its scale is 100 * d + `scale`, unless it is cut over the devices.
+// A head without a weight. On device d its scale is 100 * d + `scale`, unless it is cut over the
+// devices.
 inline std::shared_ptr<const Head> MakeHead(const std::vector<Backend*>& backends, float scale,
                                             bool sharded = false) {
   std::vector<Head::Copy> copies;

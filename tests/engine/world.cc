@@ -184,14 +184,17 @@ void World::SubmitWords(const std::vector<std::string>& words) {
       shape.caller.weight = number;
     } else if (word == "batch") {
       shape.caller.priority = Priority::kBatch;
+    } else if (word == "alone") {
+      exclusive = true;
     } else {
-      (word == "whole"      ? shape.whole
-       : word == "steady"   ? shape.steady
-       : word == "placed"   ? shape.placed
-       : word == "in_place" ? alone.in_place
-       : word == "keep"     ? alone.keep
-                            : exclusive) = true;
-      ASSERT_TRUE(!exclusive || words[1] == "alone") << word;
+      bool* const flag = word == "whole"      ? &shape.whole
+                         : word == "steady"   ? &shape.steady
+                         : word == "placed"   ? &shape.placed
+                         : word == "in_place" ? &alone.in_place
+                         : word == "keep"     ? &alone.keep
+                                              : nullptr;
+      ASSERT_NE(flag, nullptr) << word;
+      *flag = true;
     }
   }
   if (!exclusive) return Submit(std::make_shared<TestJob>(shape));

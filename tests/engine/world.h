@@ -17,11 +17,13 @@
 
 namespace logitd::engine {
 
-// Batches really run, on fake devices, so that jobs check their answers. A row takes kRow, a slice about ten rows. Time
-// passes only with the slices and where a test says so. Streams are counted over all devices, one device after another.
+// Batches really run, on fake devices, so that jobs check their answers. A row takes kRow, a slice
+// about ten rows. Time passes only with the slices and where a test says so. Streams are counted
+// over all devices, one device after another.
 //
-// Every step checks what holds in every state: see Settle and CheckTaken. At its end a world ends all its jobs, and
-// checks that each got Done once, with a status that has a cause, and that no slab is left in use.
+// Every step checks what holds in every state: see Settle and CheckTaken. At its end a world ends
+// all its jobs, and checks that each got Done once, with a status that has a cause, and that no
+// slab is left in use.
 class World {
  public:
   static constexpr int64_t kRowNs = 1'000'000;
@@ -69,7 +71,8 @@ class World {
   void Submit(std::shared_ptr<CheckedJob> job);
   // The stream begins a slice. False: it runs one, or there is nothing for it.
   bool Take(int stream);
-  // Two steps of a slice: it ends, with Done of its jobs if it was the last; the stream gives its batch back.
+  // Two steps of a slice: it ends, with Done of its jobs if it was the last; the stream gives its
+  // batch back.
   void RunSlice(int stream);
   void GiveBack(int stream);
   void Cancel(size_t job);
@@ -79,8 +82,8 @@ class World {
   void Fail(int device, FaultPoint point, absl::Status status);
   void Lose(int device);
   void Close();
-  // Tells jobs that have ended. Then every job that is left waits, runs or is between two slices, and has a reason to
-  // wait.
+  // Tells jobs that have ended. Then every job that is left waits, runs or is between two slices,
+  // and has a reason to wait.
   void Settle();
   // Runs everything that is left.
   void Drain();

@@ -1,5 +1,5 @@
-// Calls of a ring that run on its thread, beside others. The device is a fake one, which says on which
-// thread it ran.
+// Calls of a ring that run on its thread, beside others. The device is a fake one, which says on
+// which thread it ran.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <prometheus/registry.h>
@@ -125,8 +125,8 @@ class LoneCallTest : public ::testing::Test {
     AwaitIdle();
     engine_thread_ = LastThread();
   }
-  // Calls the ring until it has one call at a time, so that the next one runs on its thread too. On a
-  // busy machine the ring may take a call for one that waited.
+  // Calls the ring until it has one call at a time, so that the next one runs on its thread too. On
+  // a busy machine the ring may take a call for one that waited.
   void WarmRing() {
     Warm();
     ASSERT_TRUE(Becomes([&] {
@@ -134,8 +134,8 @@ class LoneCallTest : public ::testing::Test {
       ring_thread_ = LastThread();
       return ring_thread_ != engine_thread_;
     })) << "no call ran alone";
-    // A call that ran alone is counted after the ring's thread has posted its answer and has seen that
-    // no other waits.
+    // A call that ran alone is counted after the ring's thread has posted its answer and has seen
+    // that no other waits.
     ASSERT_TRUE(Becomes([&] { return CountedRows() == static_cast<int64_t>(ran_on().size()); }));
   }
   int64_t CountedRows() {

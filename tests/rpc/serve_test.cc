@@ -253,8 +253,8 @@ TEST_F(ServeDeathTest, ABatchThatHangsDoesNotKeepTheProcess) {
                                   "on the device for [5-9]\\.[0-9]+s")));
 }
 
-// Calls of a ring one after another, until one runs on the ring's thread: not on an engine thread, of
-// which there is one, and which runs the first call. That call hangs.
+// Calls of a ring one after another, until one runs on the ring's thread: not on an engine thread,
+// of which there is one, and which runs the first call. That call hangs.
 void ServeALoneCallThatHangs(const std::string& directory) {
   Config config = SmallConfig(directory);
   config.drain_grace = absl::Milliseconds(200);

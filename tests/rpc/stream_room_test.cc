@@ -13,12 +13,12 @@ namespace logitd::rpc {
 namespace {
 
 constexpr int64_t kMaxMessage = int64_t{256} << 10;
+constexpr int64_t kMessageRoom = int64_t{30} << 10;  // enough for the message, not for the answer
 
 class StreamRoomTest : public ServedEngine {
  protected:
   StreamRoomTest() : ServedEngine(kMaxMessage, /*max_held_bytes=*/kMaxMessage) {
     stub_ = v1::Sampler::NewStub(channel_);
-    context_.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
     // 8 KiB of logits, and an answer of more than 32 KiB.
     request_.set_dtype(v1::DTYPE_BF16);
     request_.set_rows(32);
@@ -42,36 +42,44 @@ class StreamRoomTest : public ServedEngine {
 
   const std::shared_ptr<grpc::Channel> channel_ = Start();
   std::unique_ptr<v1::Sampler::Stub> stub_;
-  grpc::ClientContext context_;
   v1::SampleRequest request_;
   std::optional<engine::Admission::Ticket> mine_;
 };
 
 TEST_F(StreamRoomTest, AMessageThatWaitsForMoreRoomIsAnsweredWhenThereIsSome) {
-  LeaveRoom(30 << 10);
-  const auto stream = stub_->SampleStream(&context_);
-  ASSERT_TRUE(stream->Write(request_));
-  ASSERT_TRUE(MessageWaits());
-  mine_.reset();
-  v1::SampleResponse answer;
-  EXPECT_TRUE(stream->Read(&answer));
-  EXPECT_EQ(answer.tokens_size(), 32);
-  stream->WritesDone();
-  EXPECT_TRUE(stream->Finish().ok());
+  for (const bool end : {false, true}) {  // the client may send no more while it waits
+    SCOPED_TRACE(end);
+    LeaveRoom(kMessageRoom);
+    grpc::ClientContext context;
+    const auto stream = stub_->SampleStream(&context);
+    ASSERT_TRUE(stream->Write(request_));
+    ASSERT_TRUE(MessageWaits());
+    if (end) stream->WritesDone();
+    mine_.reset();
+    v1::SampleResponse answer;
+    EXPECT_TRUE(stream->Read(&answer));
+    EXPECT_EQ(answer.tokens_size(), 32);
+    if (!end) stream->WritesDone();
+    EXPECT_TRUE(stream->Finish().ok());
+  }
 }
 
 TEST_F(StreamRoomTest, ACancelWhileItWaitsLeavesNothing) {
-  LeaveRoom(30 << 10);
-  const auto stream = stub_->SampleStream(&context_);
-  ASSERT_TRUE(stream->Write(request_));
-  ASSERT_TRUE(MessageWaits());
-  context_.TryCancel();
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Becomes([&] { return metrics_.Get(engine::Gauge::kWaitingCalls) == 0; }));
-  EXPECT_TRUE(Becomes([&] { return metrics_.Get(engine::Gauge::kOpenStreams) == 0; }));
-  EXPECT_EQ(admission_.callers(), 1);  // this test
-  mine_.reset();
-  // LeakSanitizer: the message and the stream do not keep each other.
+  for (const int64_t room : {kMessageRoom, int64_t{1} << 10}) {  // for the answer; for the message
+    SCOPED_TRACE(room);
+    LeaveRoom(room);
+    grpc::ClientContext context;
+    const auto stream = stub_->SampleStream(&context);
+    ASSERT_TRUE(stream->Write(request_));
+    ASSERT_TRUE(MessageWaits());
+    context.TryCancel();
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+    EXPECT_TRUE(Becomes([&] { return metrics_.Get(engine::Gauge::kWaitingCalls) == 0; }));
+    EXPECT_TRUE(Becomes([&] { return metrics_.Get(engine::Gauge::kOpenStreams) == 0; }));
+    EXPECT_EQ(admission_.callers(), 1);  // this test
+    mine_.reset();
+    // LeakSanitizer: the message and the stream do not keep each other.
+  }
 }
 
 }  // namespace

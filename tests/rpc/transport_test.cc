@@ -1,5 +1,5 @@
-// Calls on one connection, with a client that writes any frames. The test's thread runs the loop, whose
-// clock the test sets; the engine has a fake device and threads of its own.
+// Calls on one connection, with a client that writes any frames. The test's thread runs the loop,
+// whose clock the test sets; the engine has a fake device and threads of its own.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

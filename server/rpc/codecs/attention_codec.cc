@@ -284,8 +284,8 @@ absl::Status AttentionCodec::ReadRows(const AttentionFields& fields) {
     }
   }
   payload_ = {.range = fields.payload.range, .rows = shape.rows, .row_bytes = row_bytes};
-  // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
-  // product may wrap around only where the checks refuse the shape before they compare.
+  // A lease has no size of its own to compare with: the shape says how many bytes there must be.
+  // The product may wrap around only where the checks refuse the shape before they compare.
   if (shared) payload_.range = {.bytes = static_cast<size_t>(shape.rows) * row_bytes};
   return absl::OkStatus();
 }

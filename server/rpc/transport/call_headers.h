@@ -35,9 +35,9 @@ struct CallHeaders {
   // The size of the request message, or of a stream's largest message.
   std::optional<int64_t> stated_bytes;
 
-  // Fills everything, and decides whether the call is let in. INVALID_ARGUMENT names the metadata, what
-  // it has and what is allowed; UNAVAILABLE: the server drains; else errors of Authorize and Accept.
-  // All are counted.
+  // Fills everything, and decides whether the call is let in. INVALID_ARGUMENT names the metadata,
+  // what it has and what is allowed; UNAVAILABLE: the server drains; else errors of Authorize and
+  // Accept. All are counted.
   absl::Status Read(ServerCall& call, const CallEnvironment& environment, const Access& access);
   // Fills `authorization`, `place` and `caller` from the answer of Authorize. Errors:
   // its own and TakePlace's.

@@ -26,9 +26,9 @@ constexpr size_t kPayloadAlignment = 64;
 // Smaller answers are copied out of their slab: the copy is faster than a peer takes the answer.
 constexpr int64_t kMinKeptBytes = int64_t{256} << 10;
 
-// A stream copies rows of host memory from where they lie if each run of them is at least this long.
-// Less is copied to the slab by the stream's thread. 64 rings of hidden states of 8 KiB make 1.08
-// times as many calls as with a border of 64 KiB (bench/results/h200/scheduler.json).
+// A stream copies rows of host memory from where they lie if each run of them is at least this
+// long. Less is copied to the slab by the stream's thread. 64 rings of hidden states of 8 KiB make
+// 1.08 times as many calls as with a border of 64 KiB (bench/results/h200/scheduler.json).
 constexpr size_t kMinPlacedRun = size_t{4} << 10;
 // Messages and answers of at least this much get a place; smaller ones are copied.
 constexpr size_t kMinPlacedBytes = size_t{64} << 10;
@@ -69,8 +69,8 @@ MessageMemory RequestJob::TakeMemory(size_t bytes, absl::Span<const std::byte> s
     memory = places->Take(bytes + kPayloadAlignment);
   const bool is_place = memory != nullptr;
   if (!is_place) {
-    // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message for
-    // another one of its size, and the process grows by each message.
+    // Not aligned_alloc: glibc before 2.38 often finds no place in the memory of a freed message
+    // for another one of its size, and the process grows by each message.
     memory.reset(static_cast<std::byte*>(std::malloc(bytes + kPayloadAlignment)), &std::free);
   }
   const size_t shift = (2 * kPayloadAlignment - lead -

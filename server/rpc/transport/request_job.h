@@ -64,8 +64,8 @@ class RequestJob : public engine::Job {
   // the call has stated.
   absl::Status CheckMessageSize(int64_t bytes, const CallHeaders& headers) const;
 
-  // Memory for a message of `bytes` bytes, which begins with `seen`. Its payload is aligned as far as
-  // `seen` shows where it begins.
+  // Memory for a message of `bytes` bytes, which begins with `seen`. Its payload is aligned as far
+  // as `seen` shows where it begins.
   static MessageMemory TakeMemory(size_t bytes, absl::Span<const std::byte> seen,
                                   engine::Places* places);
 
@@ -79,20 +79,20 @@ class RequestJob : public engine::Job {
   // An upper bound of the answer's bytes. After Take.
   int64_t max_answer_bytes() const { return codec_->answer_bytes(); }
 
-  // Bytes by which the work of a message of `message_bytes` is estimated. Rows in a lease count too,
-  // although they are not in the message.
+  // Bytes by which the work of a message of `message_bytes` is estimated. Rows in a lease count
+  // too, although they are not in the message.
   int64_t work_bytes(int64_t message_bytes) const {
     return std::max(message_bytes, spec_.size.payload_bytes);
   }
 
-  // Pays for the message, then for the answer: a ticket of needed_bytes(). The job gives back the bytes
-  // it no longer needs.
+  // Pays for the message, then for the answer: a ticket of needed_bytes(). The job gives back the
+  // bytes it no longer needs.
   void SetTicket(engine::Admission::Ticket ticket) { ticket_ = std::move(ticket); }
 
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
   bool BeginSubmit();
-  // Gives the job to the engine, for a ring. `self` owns the job. Does nothing after Drop. `alone`: the
-  // call is Engine::SubmitAlone, and EndedAlone is its `ended`.
+  // Gives the job to the engine, for a ring. `self` owns the job. Does nothing after Drop. `alone`:
+  // the call is Engine::SubmitAlone, and EndedAlone is its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.
@@ -110,8 +110,8 @@ class RequestJob : public engine::Job {
   // the ticket until the message is sent.
   EncodedMessage Encode(const engine::JobAnswer& answer, int64_t receive_ns,
                         const engine::JobTimes& times);
-  // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK, or
-  // with the error that the request ends with. `next` runs in this call, or on the lease's own
+  // Writes the part of the answer that goes to a lease, if there is one, then runs `next`: with OK,
+  // or with the error that the request ends with. `next` runs in this call, or on the lease's own
   // thread, and keeps this alive.
   void WriteShared(const engine::JobAnswer& answer,
                    absl::AnyInvocable<void(const absl::Status&)> next);

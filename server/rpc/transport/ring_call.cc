@@ -78,7 +78,7 @@ void RingCall::Start(arena::RingRequest request) {
   environment().admission->Abandon(entry.waiter);  // Drop came before
 }
 
-// Who calls, whether the call can end in time, and what it asks for: in the order of a unary call.
+// Finds out who calls, what the call asks for, and if it can end in time.
 absl::Status RingCall::Prepare(const arena::RingRequest& request) {
   headers_.caller.id = ring_->id();
   if (request.is_batch) headers_.caller.priority = engine::Priority::kBatch;
@@ -91,14 +91,6 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
                 {.method = {name.data(), name.size()}, .role = door::Role::kInfer}, metrics),
       metrics));
   message_bytes_ = static_cast<int64_t>(request.message.size());
-  {
-    absl::MutexLock lock(&mutex_);
-    LOGITD_RETURN_IF_ERROR(environment().load->Begin({.caller = headers_.caller,
-                                                      .op = &op(),
-                                                      .bytes = message_bytes_,
-                                                      .deadline = headers_.deadline},
-                                                     &work_));
-  }
   const auto message = std::make_shared<std::string>(request.message);
   const MessageMemory memory = {
       .bytes = {reinterpret_cast<std::byte*>(message->data()), message->size()}, .keep = message};
@@ -110,7 +102,11 @@ absl::Status RingCall::Prepare(const arena::RingRequest& request) {
         max_answer_bytes(), ring_->max_message_bytes()));
   }
   absl::MutexLock lock(&mutex_);
-  work_.Arrived(work_bytes(message_bytes_));
+  const int64_t bytes = work_bytes(message_bytes_);  // with the rows in the lease
+  LOGITD_RETURN_IF_ERROR(environment().load->Begin(
+      {.caller = headers_.caller, .op = &op(), .bytes = bytes, .deadline = headers_.deadline},
+      &work_));
+  work_.Arrived(bytes);
   return absl::OkStatus();
 }
 
@@ -166,7 +162,8 @@ void RingCall::Finish(const absl::Status& status, std::string message,
     reply.retry_after =
         engine::RetryDelayOf(status).value_or(environment().admission->options().retry_delay);
   }
-  // The ring's thread ends the call: its end takes locks, for which the other calls of a batch would wait.
+  // The ring's thread ends the call: its end takes locks, for which the other calls of a batch
+  // would wait.
   ring_->Complete(serial_, std::move(reply), shared_from_this(), std::move(make));
   if (made && environment().log->Wants(age_ns())) {
     static const Trace kNoTrace;

@@ -21,8 +21,9 @@
 
 namespace logitd::rpc {
 
-// Every path ends in Finish: the first one wins, later ones do nothing. The caller is the user at the
-// other end of the ring, with that user's identity where the server has identities; else the ring.
+// Every path ends in Finish: the first one wins, later ones do nothing. The caller is the user at
+// the other end of the ring, with that user's identity where the server has identities; else the
+// ring.
 class RingCall final : public RequestJob,
                        public arena::RingWork,
                        public std::enable_shared_from_this<RingCall> {

@@ -21,8 +21,8 @@ absl::Status TruncatedError() {
 
 namespace {
 
-// A grpc-timeout: up to eight digits and a unit. InfiniteDuration: there is none. A malformed one is
-// refused.
+// A grpc-timeout: up to eight digits and a unit. InfiniteDuration: there is none. A malformed one
+// is refused.
 absl::Status ReadTimeout(std::string_view text, absl::Duration* timeout) {
   *timeout = absl::InfiniteDuration();
   if (text.data() == nullptr) return absl::OkStatus();
@@ -223,6 +223,7 @@ void ServerCall::GoOn() {
 }
 
 void ServerCall::OnBody(absl::Span<const std::byte> bytes) {
+  if (dropping_) return;
   if (state_ == State::kReceiving && bytes.data() == memory_.bytes.data() + have_) {
     have_ += bytes.size();  // it was received where it belongs
     if (have_ == memory_.bytes.size()) EndMessage();

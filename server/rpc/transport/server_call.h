@@ -57,7 +57,8 @@ class ServerCall : public http2::StreamEvents,
   // The identities have changed: a long call ends if its caller may not call any longer.
   virtual void OnIdentities() {}
 
-  // Any thread: `work` runs on the loop, after what runs there now, if the call is not over by then.
+  // Any thread: `work` runs on the loop, after what runs there now, if the call is not over by
+  // then.
   void OnLoop(absl::AnyInvocable<void()> work);
 
   // engine::Sender
@@ -75,8 +76,8 @@ class ServerCall : public http2::StreamEvents,
   // ---- what a kind of call does
   // The metadata is there. May finish the call.
   virtual void Begin() = 0;
-  // A message of `bytes` bytes comes. Receive gives it memory, now or later; until then the peer may
-  // send no more than HTTP/2's first window.
+  // A message of `bytes` bytes comes. Receive gives it memory, now or later; until then the peer
+  // may send no more than HTTP/2's first window.
   virtual void OnMessageSize(size_t bytes) = 0;
   // The message is in the memory of Receive.
   virtual void OnMessage(MessageMemory message) = 0;
@@ -92,9 +93,8 @@ class ServerCall : public http2::StreamEvents,
   virtual void OnWritten() {}  // a message of Write has been given to the kernel
   virtual void OnOver() {}     // once, at the end
 
-  // ---- what it may use
-  // Memory for the message that OnMessageSize told, `bytes` of it. The time of StartReceiveTimer counts
-  // from here on until the message is there, if it does not count yet.
+  // ---- what it may use Memory for the message that OnMessageSize told, `bytes` of it. The time of
+  // StartReceiveTimer counts from here on until the message is there, if it does not count yet.
   void Receive(MessageMemory memory);
   // Instead of Receive, for small messages: what has come is kept and counted as early bytes, and
   // OnMessage gets the whole message in memory that lives until it returns.

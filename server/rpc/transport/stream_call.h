@@ -23,8 +23,8 @@
 namespace logitd::rpc {
 
 // Flow control: the server holds at most kMaxInFlight messages without an answer; further ones stay
-// unread at the peer. A message asks the admission for room when its size is known: the first one from
-// the headers, if they state it. Between messages a stream holds no room.
+// unread at the peer. A message asks the admission for room when its size is known: the first one
+// from the headers, if they state it. Between messages a stream holds no room.
 //
 // The first status that is not OK, of a message or of the admission, ends the stream after the
 // answers to all earlier messages. While the server drains, an idle stream ends with UNAVAILABLE,

@@ -147,8 +147,8 @@ class RetryTest(TestCase):
                 clock.now += 19.5
                 context.abort(UNAVAILABLE, "drains")
             over = threading.Event()
-            context.add_callback(over.set)
-            over.wait()
+            if context.add_callback(over.set):  # else the call is over
+                over.wait()
             return ANSWER
 
         for client, _ in self.served(lambda: call):
