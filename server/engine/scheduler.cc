@@ -20,7 +20,6 @@ absl::Status Late(bool begun) {
 Scheduler::Scheduler(const EngineOptions& options, const SliceRules& rules, int devices,
                      const std::vector<Slab>& slabs, const Costs& costs)
     : options_(options),
-      rules_(rules),
       waiting_(options, rules, devices, costs),
       running_(options, rules, devices, slabs) {}
 

@@ -98,7 +98,6 @@ class Scheduler {
   void Settle(const Batch& batch);
 
   const EngineOptions options_;
-  const SliceRules rules_;
   WaitingJobs waiting_;
   RunningBatches running_;
   JobList ended_;
