@@ -41,8 +41,7 @@ struct EngineOptions {
   // between. 0: 2 ms on the CPU, where a cut costs little; 25 ms on CUDA, where a launch and its
   // last wave of blocks do.
   absl::Duration max_slice = absl::ZeroDuration();
-  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake. It also
-  // polls while a batch is held for its head (running.h).
+  // How long one idle stream polls before it sleeps. A sleeping thread takes 20 us to wake.
   absl::Duration idle_spin = absl::Microseconds(30);
   // The clock of deadlines and delays. Outlives the engine.
   Clock* clock = &SteadyClock();
@@ -109,7 +108,7 @@ class Engine {
   // the slice. A slice in which no job has a caller any more is cut short where the device can.
   virtual void Cancel(const Job& job) = 0;
 
-  // A user of a backend other than the engine got INTERNAL. The same as INTERNAL from a batch of
+  // A user of a backend other than the engine got INTERNAL. It counts like INTERNAL from a batch of
   // the device that DeviceOf(cause) names, or of the first device.
   virtual void DeviceLost(const absl::Status& cause) = 0;
 
@@ -119,20 +118,20 @@ class Engine {
   // The batch that has run for the longest time, if any runs.
   virtual std::optional<RunningBatch> OldestRunning() = 0;
 
-  // Ends jobs with UNAVAILABLE and joins all threads. Waits for the slices that run, for ever if
-  // the device does not end them; jobs for which that is the last slice get their answers. The
-  // destructor calls it too. Not from inside Done.
+  // Ends jobs with UNAVAILABLE and joins the threads of streams. When it returns, Done of every job
+  // has run. Waits for the slices that run, for ever if the device does not end them; jobs for which
+  // that is the last slice get their answers. The destructor calls it too. Not from inside Done.
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;
 
-  // Which devices are lost. Lives as long as the engine.
+  // The devices, and which of them are lost. Lives as long as the engine.
   virtual const Devices& devices() const = 0;
 
   // Costs of work here. Lives as long as the engine.
   virtual const Costs& costs() const = 0;
 
-  // How busy the streams are. Lives as long as the engine.
+  // The share of time that streams work. Lives as long as the engine.
   virtual const Activity& activity() const = 0;
 };
 

@@ -47,8 +47,7 @@ constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 constexpr absl::Duration kMuchTime = absl::Seconds(1);
 constexpr double kShortTimeOfMuch = 0.1;
 
-// So many outstanding calls of a caller are never too many for a short line: while one runs,
-// another comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer
+// A short line always holds this many calls of a caller: while one runs, another comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer
 // calls.
 constexpr int kShortLineFree = 2;
 

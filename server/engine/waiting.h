@@ -140,7 +140,8 @@ class WaitingJobs {
   const SliceRules rules_;
   const Costs& costs_;
   absl::flat_hash_map<KindKey, std::unique_ptr<Kind>> kinds_;
-  // Of jobs that only one device can run, for each device; then on sharded heads; then the rest.
+  // One entry for each device, with the jobs that only it can run; then jobs on sharded heads; then
+  // all others.
   std::vector<Lanes> lanes_;
   std::set<std::pair<int64_t, KeyQueue*>> by_due_;  // queues that are not due
   FairHeap<Job, DeadlineLinks> by_deadline_;

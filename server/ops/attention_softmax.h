@@ -117,7 +117,7 @@ struct AttentionCall final : engine::ExclusiveCall {
     return slice;
   }
 
-  // Where the slice's first row starts in an array of one byte an element.
+  // The slice's first row in an array of one byte an element.
   template <typename Byte>
   static Byte* RowsAt(Byte* array, DType dtype, const engine::BatchView& batch) {
     return array + batch.first_row * batch.row_elements * static_cast<int64_t>(SizeOf(dtype));

@@ -280,7 +280,7 @@ const Scenario kScenarios[] = {
     {kMany, "lines_take_turns_by_weight_and_batch_comes_last",
      "enter:o*14 enter:p pass:a*6 pass:Z*2 pass:b*2 pass:w*4 leave:o",
      "o*14 p a b w*2 a b w*2 a*4 Z*2", 896},
-    // The same room, and turns of 4 MiB or of two messages.
+    // Turns: 4 MiB, or two messages, come at the same time. The room is as above.
     {kTurns, "messages_come_a_few_at_a_time", "send:a*8:2 shrink:a:2", "a*3", 6},
     {kTurns, "tiny_messages_and_a_light_callers_small_ones_need_no_turn",
      "send:a*8:2 send:b:1 send:b:0", "a*2 b*2", 5},

@@ -29,7 +29,7 @@ class EngineAloneTest : public EngineFixture {
     });
     return job;
   }
-  // Whether a job ran in the call.
+  // True: a job that is submitted here runs in the call.
   bool RunsHere() {
     const int before = ended_;
     EXPECT_TRUE(Alone()->Wait().ok());

@@ -1,4 +1,4 @@
-// What a batch may hold, where it is cut, and what its slices copy.
+// Batches: the jobs that fit, the cuts, and the copies of their slices.
 #include "server/engine/batch.h"
 
 #include <memory>

@@ -319,7 +319,7 @@ TEST(SchedulerStateTest, KeptAnswersLeaveEachDeviceASlabForEveryStream) {
   EXPECT_TRUE(world.shift_job('b').could_keep());
   EXPECT_FALSE(world.shift_job('c').could_keep());
   EXPECT_EQ(world.scheduler().running().kept(), 2);
-  world.Run("d alone 4x9 keep; take 2; end 2");  // on the other device
+  world.Run("d alone 4x9 keep; take 2; end 2");  // stream 2 is of the other device
   EXPECT_TRUE(world.shift_job('d').could_keep());
   world.Run("30 o 4x50; 30 o alone 4x60; run");
   for (const char kept : {'a', 'b', 'd'}) EXPECT_TRUE(world.shift_job(kept).KeptIsRight()) << kept;

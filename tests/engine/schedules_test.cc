@@ -17,7 +17,7 @@
 namespace logitd::engine {
 namespace {
 
-// Of the schedule that runs. Printed also where that crashes, or does not end.
+// The name of the schedule that runs. It is printed on a failure, a crash and a hang.
 char name[512];
 
 void SetName(const std::string& of) {

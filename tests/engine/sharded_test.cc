@@ -53,7 +53,7 @@ const OpTraits kTop1 = {.name = "top1",
                                                              .status = batch.Out(kOutStatus)}});
                         }};
 
-// Of all tokens kLast has the largest weight and kFirst the least. They are on different devices.
+// kLast has the largest weight of all tokens, kFirst the least. They are on different devices.
 constexpr int32_t kFirst = 5;
 constexpr int32_t kLast = kVocab - 5;
 float Weight(int64_t token) {

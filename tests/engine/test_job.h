@@ -229,7 +229,7 @@ class TestJob final : public CheckedJob {
     int device = kAnyDevice;
   };
 
-  // Of an answered job with a head: the device whose copy it saw.
+  // The device whose copy of the head the job saw. Only of an answered job with a head.
   int head_device() const { return head_device_; }
 
   explicit TestJob(const Shape& shape) : shape_(shape) {

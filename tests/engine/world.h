@@ -50,7 +50,7 @@ class World {
   //                      batch whole placed steady    Priority::kBatch, JobSpec::whole, RowsPlace
   //                      dN          only device N can read its rows
   //                      dueN        its deadline, in ms from now
-  //                      alone in_place keep    exclusive, answered in place, keeps its answer
+  //                      alone in_place keep    an exclusive job; answered over its payload; kept
   //   take/none/try S  stream S (0) begins a slice / finds no work / does either
   //   end S            its slice ends
   //   run [N]          streams take turns until nothing is left, or for N slices

@@ -134,8 +134,8 @@ class LoneCallTest : public ::testing::Test {
       ring_thread_ = LastThread();
       return ring_thread_ != engine_thread_;
     })) << "no call ran alone";
-    // A call that ran alone is counted after the ring's thread has posted its answer and has seen
-    // that no other waits.
+    // The ring's thread posts the answer of a call that it ran, looks for the next call, and then
+    // counts.
     ASSERT_TRUE(Becomes([&] { return CountedRows() == static_cast<int64_t>(ran_on().size()); }));
   }
   int64_t CountedRows() {

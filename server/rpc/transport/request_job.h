@@ -92,7 +92,7 @@ class RequestJob : public engine::Job {
   // For TurnJobs, which submits the job next. False: Drop came before, and it must not.
   bool BeginSubmit();
   // Gives the job to the engine, for a ring. `self` owns the job. Does nothing after Drop. `alone`:
-  // the call is Engine::SubmitAlone, and EndedAlone is its `ended`.
+  // by Engine::SubmitAlone, with EndedAlone as its `ended`.
   void Submit(std::shared_ptr<RequestJob> self, bool alone = false);
 
   // The caller has gone: cancels the job. Any thread, at any time.

@@ -47,7 +47,7 @@ class RingCall final : public RequestJob,
 
  private:
   absl::Status Prepare(const arena::RingRequest& request);
-  // `alone`: on the ring's own thread, which may run the call.
+  // `alone`: the ring's own thread calls this, and may run the job itself.
   void Admitted(absl::StatusOr<engine::Admission::Ticket> ticket, bool alone);
   std::string MessageOf(const engine::JobAnswer& answer, const engine::JobTimes& times);
   // `make`: makes the message in its place, later.

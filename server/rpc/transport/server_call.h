@@ -108,7 +108,7 @@ class ServerCall : public http2::StreamEvents,
   // From here on the message has message_timeout(); then LateStatus ends the call.
   void StartReceiveTimer();
   void StopReceiveTimer();
-  // What has come of a message is dropped, and what comes.
+  // Drops what has come of an unfinished message, and all bytes that still come.
   void DropInput();
   // While true, the next message stays with the peer.
   void Pause(bool pause);
