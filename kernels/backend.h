@@ -135,7 +135,7 @@ class Stream {
   }
   virtual absl::Status LinearTopK(const LinearTopKArgs&) { return NoSuchOp("linear_topk"); }
   virtual absl::Status LinearSample(const LinearSampleArgs&) { return NoSuchOp("linear_sample"); }
-  // The same. `max_kept`: the largest KeptTokens (kernels/kept_tokens.h) of all rows; 0: unknown, or a row
+  // The same. `max_kept`: the largest KeptTokens (kernels/sampling_rules.h) of all rows; 0: unknown, or a row
   // has 0. It tells devices that have to exchange what they know how little is enough. It picks the
   // way, never the bits.
   virtual absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t /*max_kept*/) {

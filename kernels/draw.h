@@ -4,6 +4,7 @@
 #ifndef LOGITD_KERNELS_DRAW_H_
 #define LOGITD_KERNELS_DRAW_H_
 
+#include <cmath>
 #include <cstdint>
 
 namespace logitd {
@@ -61,6 +62,24 @@ inline constexpr double kLogLeastWeight = -(kWeightBits + 1) * 0.693147180559945
 
 // The integer a sum must exceed for its token to be drawn: floor(bits / 2^64 * total), < total.
 constexpr uint64_t DrawTarget(uint64_t bits, uint64_t total) { return MulHigh(bits, total); }
+
+// The upper 53 bits as a fraction, below 1.
+constexpr double UnitOf(uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
+
+// The integer a sum inside a cell must exceed, at the share `part` of its `total`.
+constexpr uint64_t TargetInCell(double part, uint64_t total) {
+  const auto target = static_cast<uint64_t>(part * static_cast<double>(total));
+  return target < total ? target : total - 1;
+}
+
+// A sum of exp((x - max) / temperature), as a sum of weights.
+constexpr uint64_t WholeOf(double sum) { return static_cast<uint64_t>(sum * kWeightOne); }
+
+// The probability q of a draft's token as a weight among weights that sum up to `total`.
+constexpr uint64_t DraftWeight(float q, double total) {
+  if (!(q > 0)) return 0;
+  return static_cast<uint64_t>(std::nearbyint((q < 1 ? q : 1.0) * total));
+}
 
 // The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total), at least
 // 1. 0 < top_p < 1.

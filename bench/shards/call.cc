@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "kernels/kept_tokens.h"
+#include "kernels/sampling_rules.h"
 
 namespace logitd::bench {
 namespace {

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
-#include "kernels/kept_tokens.h"
 #include "kernels/sample.h"
 #include "server/engine/job.h"
 #include "server/ops/job_rows.h"

@@ -11,7 +11,6 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/kept_tokens.h"
 #include "tests/kernels/arena.h"
 #include "tests/kernels/reference.h"
 

@@ -175,8 +175,7 @@ TEST(RowThreadsTest, SamplesOfALongRowHaveTheSameBitsOnAnyNumberOfThreads) {
           for (const int64_t rows : {1, 3}) {
             EXPECT_TRUE(want == BitsOfAsk(*runner, dtype, vocab, fill, row, rows, edited))
                 << threads << " threads, the last of " << rows << " rows, vocab " << vocab << " "
-                << Name(dtype) << " " << Name(fill) << ", temperature " << row.temperature
-                << " top_k " << row.top_k << " top_p " << row.top_p << " min_p " << row.min_p
+                << Name(dtype) << " " << Name(fill) << ", " << Describe(row)
                 << (edited ? ", edited" : "");
           }
         }

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_format.h"
@@ -309,13 +310,18 @@ inline std::string Describe(const SampleCase& c) {
                          Name(c.dtype), Name(c.fill), c.stride_extra, c.offset, c.seed);
 }
 
+// The parameters that are not at their defaults, and the lists.
 inline std::string Describe(const SampleRow& row) {
-  return absl::StrFormat(
-      "temperature=%g top_k=%d top_p=%.9g min_p=%g repetition=%g presence=%g frequency=%g "
-      "history=%d bias=%d mask=%d mode=%d",
-      row.temperature, row.top_k, row.top_p, row.min_p, row.repetition, row.presence, row.frequency,
-      row.history_count, row.bias_count, row.first_mask_word >= 0,
-      static_cast<int>(row.logprob_mode));
+  std::string text;
+  for (const RowParam<SampleRow>& param : kSampleParams) {
+    const auto value = std::visit(
+        [&](const auto member) { return static_cast<double>(row.*member); }, param.member);
+    if (value == param.default_value) continue;
+    absl::StrAppendFormat(&text, "%s=%.9g ", param.name, value);
+  }
+  absl::StrAppendFormat(&text, "history=%d bias=%d mask=%d", row.history_count, row.bias_count,
+                        row.first_mask_word >= 0);
+  return text;
 }
 
 // Appends a row with a random mix of parameters, and an unused entry after those of its answers.

@@ -6,6 +6,8 @@
 #include <fstream>
 #include <random>
 #include <string>
+#include <type_traits>
+#include <variant>
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -21,7 +23,25 @@ std::string Json(std::string_view name, absl::Span<const uint32_t> values) {
   return absl::StrFormat("\"%s\": [%s], ", name, absl::StrJoin(values, ", "));
 }
 
-// f32 values are written as their bits.
+// "name": value for every parameter of the row, exactly.
+std::string Params(const SampleRow& row) {
+  std::string text;
+  for (const RowParam<SampleRow>& param : kSampleParams) {
+    std::visit(
+        [&]<typename T>(T SampleRow::*member) {
+          absl::StrAppendFormat(&text, "\"%s\": ", param.name);
+          if constexpr (std::is_same_v<T, float>) {
+            absl::StrAppendFormat(&text, "%.17g, ", row.*member);
+          } else {
+            absl::StrAppendFormat(&text, "%d, ", row.*member);
+          }
+        },
+        param.member);
+  }
+  return text;
+}
+
+// Logits and biases are written as the bits of f32.
 std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& batch,
                      const SampleAnswer& got) {
   const SampleRow& row = batch.rows[r];
@@ -40,16 +60,11 @@ std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& bat
   std::string line = "{";
   line += Json("logits", logits) + Json("history", history) + Json("bias_ids", bias_ids) +
           Json("bias_values", bias_values) + Json("mask", mask);
-  line += absl::StrFormat("\"seed\": %d, \"position\": %d, \"temperature\": %d, \"top_k\": %d, ",
-                          row.seed, row.position, BitsOf(row.temperature), row.top_k);
-  line += absl::StrFormat("\"top_p\": %d, \"min_p\": %d, \"repetition\": %d, \"presence\": %d, ",
-                          BitsOf(row.top_p), BitsOf(row.min_p), BitsOf(row.repetition),
-                          BitsOf(row.presence));
-  line += absl::StrFormat("\"frequency\": %d, \"raw\": %d, \"code\": %d, \"status_position\": %d, ",
-                          BitsOf(row.frequency), row.logprob_mode == LogprobMode::kRaw,
-                          static_cast<int>(got.status[r].code), got.status[r].position);
-  line += absl::StrFormat("\"want_rank\": %d, \"token\": %d, \"logprob\": %d, \"rank\": %d}",
-                          row.want_rank, got.tokens[r], BitsOf(got.logprobs[r]), got.ranks[r]);
+  line += Params(row);
+  absl::StrAppendFormat(&line, "\"code\": %d, \"status_position\": %d, ",
+                        static_cast<int>(got.status[r].code), got.status[r].position);
+  absl::StrAppendFormat(&line, "\"token\": %d, \"logprob\": %d, \"rank\": %d}", got.tokens[r],
+                        BitsOf(got.logprobs[r]), got.ranks[r]);
   return line;
 }
 

@@ -45,7 +45,9 @@ struct Ranked {
   }
 };
 
-// Step 1 to 3 of the contract.
+// ---- edits
+
+// The logits after bias, penalties and mask.
 inline std::vector<float> EditedLogits(const std::vector<float>& sent, const SampleRow& ask,
                                        const SampleBatch& batch) {
   std::vector<float> x = sent;
@@ -160,42 +162,51 @@ class ReferenceSample {
 
  private:
   void FindSupports() {
-    const double t = Temperature();
-    const std::vector<int32_t>& order = processed_.order;
-    if (ask_.temperature == 0) {
+    if (IsGreedy(ask_)) {
       supports_ = {{1, 1.0}};
       return;
     }
-    const auto vocab = static_cast<int64_t>(order.size());
-    int64_t count = 0;
-    double total = 0, whole = 0;
-    const int64_t k = ask_.top_k <= 0 ? vocab : ask_.top_k;
-    const bool is_filtered = k < vocab || ask_.top_p < 1 || ask_.min_p > 0;
-    // Less than 2^-44 of the maximum rounds to 0.
-    const double least_share = is_filtered ? std::max(double{ask_.min_p}, 0x1p-44) : 0;
-    const double least = processed_.max() + t * std::log(least_share);
-    for (int32_t id : order) {
-      const bool drawable =
-          processed_.x[id] > -kInf && (processed_.max() < kInf || processed_.x[id] == kInf);
-      if (!drawable || count == k || processed_.x[id] < least) break;
-      ++count;
-      total += processed_.Weight(id, t);
-    }
+    const ReferenceSupport left = FirstFrom(LeastKept());
     if (ask_.top_p == 1) {
-      supports_ = {{count, total}};
+      supports_ = {left};
       return;
     }
-    // The prefix that reaches top_p, and those that do by a rounding.
-    for (int64_t i = 0; i < count; ++i) {
+    FindNuclei(left);
+  }
+
+  // The lowest logit that is kept. Less than 2^-44 of the maximum rounds to 0 in a filtered row.
+  double LeastKept() const {
+    if (!IsFiltered(ask_, static_cast<int64_t>(processed_.order.size()))) return -kInf;
+    return processed_.max() + Temperature() * std::log(std::max(double{ask_.min_p}, 0x1p-44));
+  }
+
+  // The tokens from the logit `least` up, above -inf, at most top_k of them.
+  ReferenceSupport FirstFrom(double least) const {
+    ReferenceSupport left{.count = 0, .sum = 0};
+    for (int32_t id : processed_.order) {
+      const bool drawable =
+          processed_.x[id] > -kInf && (processed_.max() < kInf || processed_.x[id] == kInf);
+      if (!drawable || processed_.x[id] < least) break;
+      if (ask_.top_k > 0 && left.count == ask_.top_k) break;
+      ++left.count;
+      left.sum += processed_.Weight(id, Temperature());
+    }
+    return left;
+  }
+
+  // The prefix that reaches top_p of what is left, and those that do by a rounding.
+  void FindNuclei(const ReferenceSupport& left) {
+    double whole = 0;
+    for (int64_t i = 0; i < left.count; ++i) {
       const double before = whole;
-      whole += processed_.Weight(order[i], t);
-      if (before >= (ask_.top_p + kShift) * total && i > 0) break;
-      if (whole >= (ask_.top_p - kShift) * total || i + 1 == count)
+      whole += processed_.Weight(processed_.order[i], Temperature());
+      if (before >= (ask_.top_p + kShift) * left.sum && i > 0) break;
+      if (whole >= (ask_.top_p - kShift) * left.sum || i + 1 == left.count)
         supports_.push_back({i + 1, whole});
     }
     // The exact one first.
     const auto exact = std::find_if(supports_.begin(), supports_.end(), [&](const auto& s) {
-      return s.sum >= ask_.top_p * total || s.count == count;
+      return s.sum >= ask_.top_p * left.sum || s.count == left.count;
     });
     if (exact != supports_.end()) std::iter_swap(supports_.begin(), exact);
   }

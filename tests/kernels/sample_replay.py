@@ -59,7 +59,7 @@ def edited(x, row):
 
     for token, bits in zip(row["bias_ids"], row["bias_values"]):
         x[token] = settled(f32(x[token] + of_bits(bits)))
-    repetition, presence, frequency = (of_bits(row[name]) for name in ("repetition", "presence", "frequency"))
+    repetition, presence, frequency = (row[name + "_penalty"] for name in ("repetition", "presence", "frequency"))
     counts = {}
     for token in row["history"]:
         counts[token] = counts.get(token, 0) + 1
@@ -105,6 +105,11 @@ def prefix_masses(cells, top, temperature):
     return prefix
 
 
+def least_kept(row, x, temperature):
+    """How far below the largest logit a filtered row keeps tokens, as a difference of logits; whether a filter says it."""
+    return temperature * math.log(max(row["min_p"], 2.0**-44)), row["min_p"] > 0
+
+
 def sample(row):
     """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, and the row as edited."""
     sent = [of_bits(bits) for bits in row["logits"]]
@@ -116,16 +121,17 @@ def sample(row):
     if top == -INF:
         return (EMPTY_SUPPORT, -1), set(), False, x
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
-    temperature, top_p, min_p = of_bits(row["temperature"]), of_bits(row["top_p"]), of_bits(row["min_p"])
+    temperature, top_p = row["temperature"], row["top_p"]
     if temperature == 0:
         return (0, -1), {order[0]}, False, x
     temperature = max(temperature, 2.0**-118)
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
+    least, cuts_by_distance = least_kept(row, x, temperature)
 
     cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
     prefix = prefix_masses(cells, top, temperature)
-    if k is None and top_p == 1 and min_p == 0:
+    if k is None and top_p == 1 and not cuts_by_distance:
         reach = (bits >> 11) * 2.0**-53 * prefix[-1]
         c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
         w = [fixed(weight(v, max(cells[c]), temperature)) for v in cells[c]]
@@ -136,14 +142,13 @@ def sample(row):
         return (0, -1), close | {c * 1024 + token}, len(close) > 1, x
 
     kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
-    least = temperature * math.log(max(min_p, 2.0**-44))
     kept = [i for i in kept if x[i] == top or x[i] - top >= least][:k]
     w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
     tokens, shaky = set(), False
     ends = [len(kept)]
     if top_p < 1:
         total, mass, ends = sum(w.values()), 0, []
-        if k is None and min_p == 0:
+        if k is None and not cuts_by_distance:
             total = math.floor(prefix[-1] * 2.0**43)
         for n, i in enumerate(kept, start=1):
             before, mass = mass, mass + w[i]
@@ -169,11 +174,12 @@ def faults(row):
     token = row["token"]
     if token not in tokens:
         return [f"token {token}, want {sorted(tokens)}"], shaky
-    of = [of_bits(bits) for bits in row["logits"]] if row["raw"] else x
+    raw = row["logprob_mode"] == 0
+    of = [of_bits(bits) for bits in row["logits"]] if raw else x
     before = sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
     rank = 1 + before if row["want_rank"] else 0
     found = [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
-    if row["raw"]:
+    if raw:
         top = max(of)
         total = sum(weight(v, top, 1) for v in of)
         if top == INF:

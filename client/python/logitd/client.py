@@ -111,7 +111,7 @@ class Client(Base):
     def sample(self, logits: Optional[Array] = None, **params: Unpack[SampleParams]) -> SampleResult:
         """Draws one token from every row with that row's parameters.
 
-        The steps: logit bias, penalties, mask of allowed tokens, temperature, min_p, top_k, top_p, draw.
+        The steps: logit bias, penalties, mask of allowed tokens, temperature, filters, draw.
         docs/semantics.md has every step to the bit.
 
         logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed`, or `seeds`, is required

@@ -42,11 +42,11 @@ inline int32_t TokenAt(const Candidates& from, const uint64_t* blocks, uint64_t 
   HWY_ABORT("a draw's target is beyond the total");
 }
 
-inline Drawn DrawListed(const Candidates& from, uint64_t bits, float max, float temperature,
+inline Drawn DrawListed(const Candidates& from, const SampleRow& ask, uint64_t bits, float max,
                         const RowThreads& threads, ListScratch& scratch) {
   const uint64_t total = TotalOf(from, threads, scratch);
   return {.token = TokenAt(from, scratch.blocks.Get(0), DrawTarget(bits, total)),
-          .support = from.SupportOf(total, max, std::max(temperature, kLeastTemperature))};
+          .support = from.SupportOf(total, max, ActingTemperature(ask))};
 }
 
 // The weights of cell c against the cell's own maximum.
@@ -68,7 +68,7 @@ inline Drawn DrawUnfiltered(const Row& row, const SampleRow& ask, uint64_t bits,
   const double total = CellPrefix(row, max, e, scratch);
   const double* prefix = scratch.prefix.Get(0);
   // Less than the total, so some cell's prefix exceeds it, and the first that does has mass.
-  const double reach = static_cast<double>(bits >> 11) * 0x1p-53 * total;
+  const double reach = UnitOf(bits) * total;
   int64_t c = 0;
   while (prefix[c] <= reach) ++c;
   const double before = c == 0 ? 0 : prefix[c - 1];
@@ -77,15 +77,14 @@ inline Drawn DrawUnfiltered(const Row& row, const SampleRow& ask, uint64_t bits,
   AsType(row.dtype, row.logits,
          [&](const auto* logits) { CellWeights(logits, row, c, e, weights); });
   const uint64_t sum = FixedSum(weights, kCellElements);
-  const double part = (reach - before) / (prefix[c] - before);
-  const uint64_t target = std::min(static_cast<uint64_t>(part * static_cast<double>(sum)), sum - 1);
+  const uint64_t target = TargetInCell((reach - before) / (prefix[c] - before), sum);
   uint64_t mass = 0;
   int64_t i = -1;
   while (mass <= target) mass += FixedWeight(weights[++i]);
   return {.token = static_cast<int32_t>(c * kCellElements + i),
           .support = {.last = kLowestKey,
                       .max = max,
-                      .temperature = std::max(ask.temperature, kLeastTemperature),
+                      .temperature = ActingTemperature(ask),
                       .log_sum = std::log(total)}};
 }
 
@@ -100,11 +99,11 @@ inline Drawn DrawGreedy(const Row& row, float max) {
 // A token of the row, whose maximum after edits is `max`.
 inline Drawn Draw(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
                   SampleScratch& scratch) {
-  if (ask.temperature == 0) return DrawGreedy(row, max);
+  if (IsGreedy(ask)) return DrawGreedy(row, max);
   const uint64_t bits = UniformBits(ask.seed, ask.position);
   if (!IsFiltered(ask, row.vocab)) return DrawUnfiltered(row, ask, bits, max, scratch);
-  return DrawListed(ListFiltered(row, ask, max, threads, scratch), bits, max, ask.temperature,
-                    threads, scratch.list);
+  return DrawListed(ListFiltered(row, ask, max, threads, scratch), ask, bits, max, threads,
+                    scratch.list);
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

@@ -23,7 +23,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 // for MaxPatches.
 inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, SampleScratch& scratch,
                            Patch* patches) {
-  const int32_t history_count = HistoryCount(ask);
+  const int32_t history_count = CountedHistory(ask);
   int32_t* history = scratch.history.Get(history_count);
   SampleBias* bias = scratch.bias.Get(ask.bias_count);
   std::copy_n(args.history + ask.first_history, history_count, history);
@@ -84,8 +84,7 @@ inline RowRead PlanRead(const SampleArgs& args, int64_t r, int64_t slots, int64_
                    .sketch = SketchAt(memory.raw, slots, slot, vocab)};
   read.rows.processed = read.rows.raw;
   if (ask.first_mask_word >= 0) read.mask = args.mask_words + ask.first_mask_word;
-  // A list of tokens (top_k, min_p) has a sum of its own.
-  const bool sums_needed = !TopKIsOn(ask, vocab) && ask.min_p == 0 && ask.temperature > 0;
+  const bool sums_needed = SumsAreOfRow(ask, vocab);
   read.has_two = IsEdited(ask) || (sums_needed && ask.temperature != 1);
   if (!read.has_two) return read;
   read.rows.processed.sketch = SketchAt(memory.processed, slots, slot, vocab);
@@ -116,10 +115,14 @@ inline void ReadCells(const RowRead& read, const SampleRow& ask, int64_t begin, 
            [&](const auto* logits) { MaskedCopy(logits, mask, first, last, copy); });
     const Patch* const patches_end = read.patches + read.patch_count;
     const auto comes_before = [](const Patch& patch, int64_t id) { return patch.id < id; };
+    const Penalties penalties(ask);
     const Patch* patch = std::lower_bound(read.patches, patches_end, first, comes_before);
     for (; patch != patches_end && patch->id < last; ++patch) {
       const bool allowed = mask == nullptr || (mask[patch->id / 32] >> (patch->id % 32) & 1) != 0;
-      if (allowed) copy[patch->id] = EditLogit(Element(raw, patch->id), *patch, ask);
+      if (allowed) {
+        copy[patch->id] = penalties.Of(Biased(Element(raw, patch->id), patch->bias),
+                                       static_cast<uint32_t>(patch->count));
+      }
     }
   }
   SketchCells(read.rows.processed, begin, end);

@@ -1,4 +1,4 @@
-// sample, filter: what min_p, top_k and top_p leave of a row, as a list of tokens with weights.
+// sample, filter: the tokens that the filters leave of a row, as a list with weights.
 //
 // The tokens of a small top_k, and the first 256 for a top_p that needs no more, come sorted from the
 // sketch. Otherwise all tokens that may be left are listed, and histograms find the last one.
@@ -32,8 +32,7 @@ struct Support {
   // -inf where not in the support.
   double Logprob(float x, int64_t index) const {
     if (x == -kInf || MakeKey(x, index) < last) return -std::numeric_limits<double>::infinity();
-    if (max == kInf) return x == kInf ? -log_sum : -std::numeric_limits<double>::infinity();
-    return (double{x} - max) / temperature - log_sum;
+    return LogprobOf(x, max, temperature, log_sum);
   }
 };
 
@@ -144,12 +143,12 @@ inline Candidates ListTopK(const Row& row, const SampleRow& ask, float max, floa
   return left;
 }
 
-// What min_p, top_k and top_p leave. At least one of them is on.
+// The tokens that the filters leave. At least one filter is on.
 inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
                                const RowThreads& threads, SampleScratch& scratch) {
   ListScratch& lists = scratch.list;
   const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
-  const float least = max == kInf ? kInf : LeastKept(max, ask.temperature, ask.min_p);
+  const float least = LeastKept(ask, max);
   if (TopKIsOn(ask, row.vocab)) {
     if (ask.top_k >= kManyTokens) return ListTopK(row, ask, max, least, mass, threads, lists);
     const SortedKeys top = TopKeys(row, ask.top_k, max, least, threads, lists);
@@ -162,9 +161,10 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
     return InIndexOrder(top.keys, weights, count, lists);
   }
   uint64_t need = 0;
-  if (ask.min_p == 0) {
+  const bool sums_needed = SumsAreOfRow(ask, row.vocab);
+  if (sums_needed) {
     const double total = CellPrefix(row, max, mass.e, scratch);
-    need = MassNeeded(ask.top_p, static_cast<uint64_t>(total * kWeightOne));
+    need = MassNeeded(ask.top_p, WholeOf(total));
     // Most nuclei are short: then a few sorted tokens hold them.
     const int64_t k = std::min(kShortPrefix, row.vocab);
     const SortedKeys top = TopKeys(row, k, max, least, threads, lists);
@@ -176,7 +176,7 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
   left.list = ListTokens(row, {.least = least}, mass, threads, lists);
   left.last = MakeKey(least, std::numeric_limits<uint32_t>::max());
   if (ask.top_p < 1) {
-    if (ask.min_p > 0) need = MassNeeded(ask.top_p, TotalOf(left, threads, lists));
+    if (!sums_needed) need = MassNeeded(ask.top_p, TotalOf(left, threads, lists));
     const KeyRange range = {.low = MakeKey(least, row.vocab), .high = MakeKey(max, 0)};
     left.last = std::max(left.last, LastKey(left.list, range, need, mass, threads, lists));
   }

@@ -21,18 +21,6 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The answers of a row without a token.
-inline void Refuse(const SampleArgs& args, int64_t r, RowStatus status) {
-  const SampleRow& ask = args.rows[r];
-  args.status[r] = status;
-  args.tokens[r] = -1;
-  args.logprobs[r] = -kInf;
-  args.ranks[r] = 0;
-  std::fill_n(args.top_ids + ask.first_top_entry, ask.top_logprobs, -1);
-  std::fill_n(args.top_logprobs + ask.first_top_entry, ask.top_logprobs, -kInf);
-  std::fill_n(args.extra_logprobs + ask.first_extra_entry, ask.extra_count, -kInf);
-}
-
 // A row that has been read and has something to draw.
 struct OpenRow {
   Rows rows;
@@ -47,7 +35,8 @@ inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& o
   const Peak raw_peak = FindPeak(opened.rows.raw);
   if (HWY_UNLIKELY(raw_peak.nan_cell >= 0)) {
     args.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();
-    Refuse(args, r, {RowCode::kNanLogit, FirstNan(opened.rows.raw, raw_peak.nan_cell)});
+    Refuse(args, r, args.rows[r],
+           {RowCode::kNanLogit, FirstNan(opened.rows.raw, raw_peak.nan_cell)});
     return false;
   }
   opened.raw = {.last = kLowestKey, .max = raw_peak.max, .temperature = 1, .log_sum = 0};
@@ -58,7 +47,7 @@ inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& o
   }
   opened.max = FindPeak(opened.rows.processed).max;
   if (HWY_LIKELY(opened.max > -kInf)) return true;
-  Refuse(args, r, {RowCode::kEmptySupport, -1});
+  Refuse(args, r, args.rows[r], {RowCode::kEmptySupport, -1});
   return false;
 }
 

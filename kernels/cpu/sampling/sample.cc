@@ -24,7 +24,6 @@
 #include "kernels/cpu/sampling/sample.h"
 
 #include <algorithm>
-#include <cmath>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/sampling/sample.cc"
@@ -77,15 +76,12 @@ static_assert(kMostItemCells <= kChunkCells);
 // of its own, so it is less than for softmax_topk.
 constexpr int64_t kWholeRowsPerThread = 2;
 
-// A ban wins where infinities of both signs meet.
-float BanIfNan(float x) { return std::isnan(x) ? -kInf : x; }
-
 // Whether many tokens of the row are looked at after it was read: for them, a row is cut into pieces
 // for all threads.
 bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
   if (ask.top_logprobs >= kManySorted) return true;
-  if (ask.temperature == 0) return false;
+  if (IsGreedy(ask)) return false;
   return TopKIsOn(ask, vocab) ? ask.top_k >= kManyTokens : IsFiltered(ask, vocab) || ask.want_rank;
 }
 
@@ -134,14 +130,6 @@ void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scra
 SampleScratch& SampleScratchOfThisThread() {
   thread_local SampleScratch scratch;
   return scratch;
-}
-
-HWY_NOINLINE float EditLogit(float x, const Patch& patch, const SampleRow& ask) {
-  x = BanIfNan(x + patch.bias);
-  if (patch.count == 0) return x;
-  x = x > 0 ? x / ask.repetition : x * ask.repetition;
-  const float often = ask.frequency * static_cast<float>(patch.count);
-  return BanIfNan(x - often) - ask.presence;
 }
 
 void Sample(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {

@@ -5,14 +5,11 @@
 #define LOGITD_KERNELS_CPU_SAMPLING_SAMPLE_ROW_H_
 
 #include <algorithm>
-#include <cfloat>
-#include <cmath>
 #include <cstdint>
 
 #include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/rows/token_list.h"
-#include "kernels/draw.h"
 #include "kernels/sample.h"
 
 namespace logitd::cpu {
@@ -23,7 +20,7 @@ inline constexpr int64_t kChunkCells = 32;
 // A top-p that needs no more tokens than this is found among the sorted first ones.
 inline constexpr int64_t kShortPrefix = 256;
 
-// What bias and history do to one token.
+// The bias and the history of one token.
 struct Patch {
   int32_t id;
   int32_t count;  // in the history
@@ -73,39 +70,9 @@ struct SampleCallScratch {
   Buffer<RowRead> reads;
 };
 
-inline bool PenaltiesAreOn(const SampleRow& ask) {
-  return ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0;
-}
-
-// The tokens of the history that count.
-inline int32_t HistoryCount(const SampleRow& ask) {
-  return PenaltiesAreOn(ask) ? ask.history_count : 0;
-}
 // The most patches that a row can have.
 inline int64_t MaxPatches(const SampleRow& ask) {
-  return int64_t{HistoryCount(ask)} + ask.bias_count;
-}
-
-inline bool IsEdited(const SampleRow& ask) {
-  return ask.first_mask_word >= 0 || MaxPatches(ask) > 0;
-}
-
-// Bias and penalties of one logit. Every operation rounds: the function is not inlined, so that no
-// target fuses two of them.
-float EditLogit(float x, const Patch& patch, const SampleRow& ask);
-
-inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
-  return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
-}
-
-// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
-inline float LeastKept(float max, float temperature, float min_p) {
-  const double log_share = min_p > 0 ? std::log(double{min_p}) : kLogLeastWeight;
-  const double least =
-      max + double{std::max(temperature, kLeastTemperature)} * std::max(log_share, kLogLeastWeight);
-  if (least < -FLT_MAX) return -FLT_MAX;
-  const float rounded = static_cast<float>(least);
-  return rounded < least ? std::nextafter(rounded, kInf) : rounded;
+  return int64_t{CountedHistory(ask)} + ask.bias_count;
 }
 
 }  // namespace logitd::cpu

@@ -33,20 +33,15 @@ class DraftMass {
   }
 
   uint64_t Of(int32_t token) {
-    if (id_ == nullptr) return Fixed(probs_[token]);
+    if (id_ == nullptr) return DraftWeight(probs_[token], scale_);
     while (id_ != ids_end_ && *id_ < token) {
       ++id_;
       ++probs_;
     }
-    return id_ != ids_end_ && *id_ == token ? Fixed(*probs_) : 0;
+    return id_ != ids_end_ && *id_ == token ? DraftWeight(*probs_, scale_) : 0;
   }
 
  private:
-  uint64_t Fixed(float q) const {
-    if (!(q > 0)) return 0;
-    return static_cast<uint64_t>(std::nearbyint(std::min(double{q}, 1.0) * scale_));
-  }
-
   const float* probs_;
   double scale_;
   const int32_t* id_ = nullptr;
@@ -63,7 +58,7 @@ namespace logitd::cpu::HWY_NAMESPACE {
 // All that may be drawn from the row, as a list.
 Candidates ListAll(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
                    SampleScratch& scratch) {
-  if (ask.temperature == 0) {
+  if (IsGreedy(ask)) {
     uint64_t* const key = scratch.list.keys.Get(1 + kMaxLanes);
     float* const weight = scratch.list.weights.Get(1 + kMaxLanes);
     Pick(row, max, 1, key);
@@ -72,9 +67,8 @@ Candidates ListAll(const Row& row, const SampleRow& ask, float max, const RowThr
             .last = *key};
   }
   if (IsFiltered(ask, row.vocab)) return ListFiltered(row, ask, max, threads, scratch);
-  const float least = max == kInf ? kInf : LeastKept(max, ask.temperature, ask.min_p);
   const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
-  return {.list = ListTokens(row, {.least = least}, mass, threads, scratch.list),
+  return {.list = ListTokens(row, {.least = LeastKept(ask, max)}, mass, threads, scratch.list),
           .last = kLowestKey};
 }
 
@@ -83,8 +77,7 @@ Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& 
              const OpenRow& opened, const RowThreads& threads, SampleScratch& scratch) {
   const Candidates target = ListAll(opened.rows.processed, ask, opened.max, threads, scratch);
   const uint64_t total = TotalOf(target, threads, scratch.list);
-  const double temperature =
-      ask.temperature == 0 ? 1 : std::max(ask.temperature, kLeastTemperature);
+  const double temperature = IsGreedy(ask) ? 1 : ActingTemperature(ask);
   Drawn drawn{.token = draft.token, .support = target.SupportOf(total, opened.max, temperature)};
 
   DraftMass draft_mass(args, draft, total);
@@ -138,7 +131,7 @@ void VerifyOne(const VerifyArgs& args, int64_t s, const RowThreads& threads,
   args.accepted[s] = static_cast<int32_t>(r - sequence.first_row);
   for (++r; r < end; ++r) {
     args.sample.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();
-    Refuse(args.sample, r, {RowCode::kNotReached, -1});
+    Refuse(args.sample, r, args.sample.rows[r], {RowCode::kNotReached, -1});
   }
 }
 

@@ -1,5 +1,5 @@
 // The merge of linear_sample on shards where every row needs only a few of its first tokens
-// (kernels/kept_tokens.h): a block merges a row's cells and lists, and draws from the list.
+// (kernels/sampling_rules.h): a block merges a row's cells and lists, and draws from the list.
 //
 // Cells, filter, draw and report are sample's, by its functions and in its order, so the answers have
 // its bits.
@@ -10,7 +10,6 @@
 // (bench/results/h100/shards.json, machine d): 64 rows of 4096 x 128256 293 us, with logits 410.
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/linear/kept_of.cuh"
 #include "kernels/cuda/linear/merge_keys.cuh"
 #include "kernels/cuda/linear/shards.cuh"
 #include "kernels/cuda/linear/shards.h"
@@ -34,9 +33,7 @@ struct KeptMergeParams {
 // Filters the first `kept` tokens, which are in s.sorted, and draws from them.
 __device__ inline Drawn DrawKept(const SampleRow& ask, int vocab, float peak, int kept,
                                  DrawShared& s) {
-  if (ask.temperature == 0) return DrawGreedy(s);
-  const float least = peak == kInfinity ? kInfinity : LeastKept(peak, ask.temperature, ask.min_p);
-  const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
+  if (IsGreedy(ask)) return DrawGreedy(s);
   const DrawInput in{.peak = peak,
                      .stats = nullptr,
                      .cells = 0,
@@ -46,7 +43,7 @@ __device__ inline Drawn DrawKept(const SampleRow& ask, int vocab, float peak, in
                      .cell_sums = nullptr,
                      .bits = UniformBits(ask.seed, ask.position)};
   const ListedSupport support =
-      FilterListed<kThreads>(ask, vocab, low, Weigher(peak, ask.temperature), in, s);
+      FilterListed<kThreads>(ask, vocab, LowestKept(ask, peak), Weigher(peak, ask), in, s);
   Drawn drawn;
   drawn.last = s.sorted[support.count - 1];
   drawn.total = support.total;
@@ -84,17 +81,16 @@ __global__ void __launch_bounds__(kThreads)
     if (thread == 0) args.logsumexp[r] = -kInfinity;
     return Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, thread, kThreads);
   }
-  const int kept = KeptOf(ask);
+  const int kept = KeptTokens(ask);
   MergeKeys(p.shards, p.blocks.keys, r * p.row_keys, kept, thread, kThreads,
             [&](int rank, Key key) { s.sorted[rank] = key; });
   __syncthreads();
   const Drawn drawn = DrawKept(ask, p.shards.vocab, raw.max, kept, s);
-  const bool greedy = ask.temperature == 0;
+  const bool greedy = IsGreedy(ask);
   const Support support =
       ask.logprob_mode == LogprobMode::kRaw
           ? RawSupport(raw)
-          : Support{drawn.last, raw.max, greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
-                    drawn.log_sum};
+          : Support{drawn.last, raw.max, greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   for (int i = thread; i < kept; i += kThreads) {
     if (KeyIndex(s.sorted[i]) != drawn.token) continue;
     args.tokens[r] = drawn.token;

@@ -18,7 +18,6 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
-#include "kernels/cuda/linear/kept_of.cuh"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/shards.cuh"
@@ -109,7 +108,7 @@ __global__ void KeptAsksKernel(const SampleRow* rows, int64_t count, int tokens,
   if (r >= count) return;
   asks[r] = {.first_entry = r * most_k,
              .temperature = 1.0f,
-             .k = rows[r].active == 0 ? 0 : min(KeptOf(rows[r]), tokens)};
+             .k = rows[r].active == 0 ? 0 : min(KeptTokens(rows[r]), tokens)};
 }
 __global__ void TopAsksKernel(const CrossEntropyRow* rows, int64_t count, int tokens, int most_k,
                               SoftmaxTopKRow* asks) {

@@ -36,7 +36,7 @@ cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& p
 cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch,
                               cudaStream_t stream);
 // The two halves of linear_sample where every row needs only a few of its first tokens
-// (kernels/kept_tokens.h): what is exchanged is the block of linear_topk at temperature 1.
+// (kernels/sampling_rules.h): what is exchanged is the block of linear_topk at temperature 1.
 struct KeptSamplePartialArgs {
   TensorView hidden;       // [shape.rows, hidden], as in LinearSampleArgs
   HeadView head;           // the shard's

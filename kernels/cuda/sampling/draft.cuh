@@ -29,9 +29,7 @@ struct DraftMass {
       if (low == count || ids[low] != token) return 0;
       at = low;
     }
-    const float q = probs[at];
-    if (!(q > 0)) return 0;
-    return __double2ull_rn(fmin(static_cast<double>(q), 1.0) * scale);
+    return DraftWeight(probs[at], scale);
   }
 };
 
@@ -42,7 +40,7 @@ template <class Row>
 __device__ __forceinline__ void TestDraft(const SampleParams& p, const SampleRow& ask,
                                           const VerifyDraft& draft, const Row& row,
                                           const Weigher& weigh, const DrawInput& in, Drawn& drawn) {
-  const bool greedy = ask.temperature == 0;
+  const bool greedy = IsGreedy(ask);
   const Key last = drawn.last;
   uint64_t* cell_sums = in.cell_sums;
   const auto weigh_target = [=](float x, int i) {

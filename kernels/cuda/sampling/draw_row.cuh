@@ -156,7 +156,7 @@ class CellWeights {
   // share of the cell that is before the target.
   __device__ void FindCell(uint64_t bits, DrawShared& s) const {
     const int lane = threadIdx.x % 32;
-    const double target = static_cast<double>(bits >> 11) * 0x1p-53 * total_;
+    const double target = UnitOf(bits) * total_;
     double before = 0;
     int last = 0;  // of the cells that weigh anything
     for (int base = 0; base < count_; base += kAtOnce) {
@@ -228,7 +228,7 @@ struct DrawInput {
   float peak;          // the largest logit
   const Stats* stats;  // [cells], at the row's temperature where sums_needed
   int cells;           // of the row
-  bool sums_needed;    // neither top_k nor min_p is on: the whole is the sum over the row by cells
+  bool sums_needed;    // the whole is the sum over the row by cells
   float log2e_over_temperature;
   int listed;           // tokens in s.sorted
   uint64_t* cell_sums;  // room for [cells]
@@ -285,15 +285,12 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
   const double log_sum = log(s.reach);
   const int begin = s.cell * kCell;
   const int end = min(row.vocab, begin + kCell);
-  const Weigher weigh_cell(in.stats[s.cell].max, ask.temperature);
+  const Weigher weigh_cell(in.stats[s.cell].max, ask);
   const auto weigh = [&](float x, int) { return weigh_cell(x); };
   if (threadIdx.x < 32) {
     row.Cell(begin, [&](const auto& x, int first) {
       const WeightsOfCell weights(x, first, weigh);
-      const uint64_t sum = weights.Total();
-      const uint64_t target =
-          min(static_cast<uint64_t>(s.share * static_cast<double>(sum)), sum - 1);
-      const int token = weights.TokenAt(target, end);
+      const int token = weights.TokenAt(TargetInCell(s.share, weights.Total()), end);
       if (threadIdx.x == 0) s.token = token;
     });
   }
@@ -303,7 +300,7 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
 
 // How many of the listed tokens the filters leave, and the sum of their weights. 0: not all that
 // the filters leave is listed. s.weights has the weights of the listed tokens, 0 for those that
-// top_k and min_p cut.
+// the filters before top_p cut.
 struct ListedSupport {
   int count;
   uint64_t total;
@@ -336,7 +333,7 @@ __device__ __forceinline__ ListedSupport FilterListed(const SampleRow& ask, int 
     total = WarpSum(total);
     int count = complete ? kept : 0;
     if (ask.top_p < 1 && (complete || in.sums_needed)) {
-      const uint64_t whole = in.sums_needed ? static_cast<uint64_t>(s.reach * kWeightOne) : total;
+      const uint64_t whole = in.sums_needed ? WholeOf(s.reach) : total;
       const PrefixEnd end = FindPrefixEnd(0, kept, 0, MassNeeded(ask.top_p, whole),
                                           [&](int i) { return s.weights[i]; });
       if (end.index >= 0) {
@@ -375,7 +372,7 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
                                               Weigher weigh, const DrawInput& in,
                                               const DrawShared& s) {
   uint64_t* cell_sums = in.cell_sums;
-  const uint64_t whole_of_cells = in.sums_needed ? static_cast<uint64_t>(s.reach * kWeightOne) : 0;
+  const uint64_t whole_of_cells = in.sums_needed ? WholeOf(s.reach) : 0;
   const Key high = MakeKey(in.peak, 0);
   Key last = low;
   if (TopKIsOn(ask, row.vocab)) {
@@ -403,13 +400,11 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
   return {token, last, 0.0, total};
 }
 
-// From what min_p, top_k and top_p leave. Called by all threads.
+// From the tokens that the filters leave. Called by all threads.
 template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
                                               const DrawInput& in, DrawShared& s) {
-  const float least =
-      in.peak == kInfinity ? kInfinity : LeastKept(in.peak, ask.temperature, ask.min_p);
-  const Key low = max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
+  const Key low = LowestKept(ask, in.peak);
   const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
   Drawn drawn;
   if (listed.count > 0) {

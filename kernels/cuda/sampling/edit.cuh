@@ -21,9 +21,6 @@ static_assert(kMaxHistory <= kPatchCount && kCell == 1 << (32 - kPatchPlace));
 // stream's earlier kernels have ended (LaunchShape).
 cudaError_t MakePatches(const SampleParams& p, bool early, cudaStream_t stream);
 
-// Where infinities of both signs met, the ban wins.
-__device__ inline float BanIfNan(float x) { return isnan(x) ? -kInfinity : x; }
-
 // A row's edits, for the warps that read it.
 struct Edits {
   const uint32_t* mask;      // null: none
@@ -31,9 +28,7 @@ struct Edits {
   const float* bias_values;  // of tokens, where a patch says so
   float* edited;             // the row after edits; until a cell is written, its patches
   int end;                   // of the block's part of the row
-  float repetition;
-  float presence;
-  float frequency;
+  Penalties penalties;
 
   __device__ Edits(const SampleParams& p, const SampleRow& ask, int row, int part_end)
       : mask(ask.first_mask_word < 0 ? nullptr : p.args.mask_words + ask.first_mask_word),
@@ -42,9 +37,7 @@ struct Edits {
         bias_values(p.bias_values + row * p.edited_stride),
         edited(p.edited + row * p.edited_stride),
         end(part_end),
-        repetition(ask.repetition),
-        presence(ask.presence),
-        frequency(ask.frequency) {}
+        penalties(ask) {}
 
   __device__ int PatchesOf(int first) const {
     return patch_counts != nullptr && first < end ? patch_counts[first / kCell] : 0;
@@ -60,15 +53,9 @@ struct Edits {
   // Applies a patch to the cell at `first`, whose logits are at `values`. -inf stays -inf.
   __device__ void Apply(uint32_t patch, int first, float* values) const {
     const int place = static_cast<int>(patch >> kPatchPlace);
-    const uint32_t count = patch & kPatchCount;
     float x = values[place];
-    if ((patch & kPatchBias) != 0) x = BanIfNan(__fadd_rn(x, bias_values[first + place]));
-    if (count != 0) {
-      x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
-      x = BanIfNan(__fsub_rn(x, __fmul_rn(frequency, static_cast<float>(count))));
-      x = __fsub_rn(x, presence);
-    }
-    values[place] = x;
+    if ((patch & kPatchBias) != 0) x = Biased(x, bias_values[first + place]);
+    values[place] = penalties.Of(x, patch & kPatchCount);
   }
   // Makes the lane's logits that the mask bans -inf. `word`: the lane's MaskWord().
   __device__ void Mask(uint32_t word, int lane, LaneCell<float>& y) const {

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
   uint32_t* patches = reinterpret_cast<uint32_t*>(p.edited + at);
   const SampleBias* bias = p.args.bias + ask.first_bias;
   const int32_t* history = p.args.history + ask.first_history;
-  const int history_count = PenaltiesAreOn(ask) ? ask.history_count : 0;
+  const int history_count = CountedHistory(ask);
   const int bias_count = ask.bias_count;
   const int thread = threadIdx.x;
   const auto patch = [&](int token, uint32_t count) {

@@ -29,17 +29,13 @@ struct LateEdits {
   const uint32_t* mask;    // null: none
   const int32_t* history;  // null: no penalties
   int history_count;
-  float repetition;
-  float presence;
-  float frequency;
+  Penalties penalties;
 
   __device__ LateEdits(const SampleArgs& args, const SampleRow& ask)
       : mask(ask.first_mask_word < 0 ? nullptr : args.mask_words + ask.first_mask_word),
         history(PenaltiesAreOn(ask) ? args.history + ask.first_history : nullptr),
         history_count(ask.history_count),
-        repetition(ask.repetition),
-        presence(ask.presence),
-        frequency(ask.frequency) {}
+        penalties(ask) {}
 
   // The lane's word of the mask of the cell at `first`, in a row that ends at `end`.
   __device__ uint32_t MaskWord(int first, int end, int lane) const {
@@ -48,13 +44,6 @@ struct LateEdits {
   }
   __device__ bool Allows(int token) const {
     return mask == nullptr || (mask[token / 32] >> token % 32 & 1) != 0;
-  }
-  // The logit of a token that was seen `count` times.
-  __device__ float Penalized(float x, uint32_t count) const {
-    if (count == 0) return x;
-    x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
-    x = BanIfNan(__fsub_rn(x, __fmul_rn(frequency, static_cast<float>(count))));
-    return __fsub_rn(x, presence);
   }
   // Requests the block's share of the history from device memory.
   __device__ void Prefetch() const {
@@ -91,12 +80,6 @@ __device__ __forceinline__ void MaskCell(uint32_t word, int lane, LaneCell<T>& x
       }
     }
   }
-}
-
-// The lowest key that a filtered row keeps.
-__device__ inline Key LowestKept(const SampleRow& ask, float peak) {
-  const float least = peak == kInfinity ? kInfinity : LeastKept(peak, ask.temperature, ask.min_p);
-  return max(static_cast<Key>(OrderedBits(least)) << 32, AboveMinusInfinity());
 }
 
 // ---- reading -----------------------------------------------------------------------------------
@@ -244,7 +227,7 @@ __device__ __noinline__ int PenalizeCandidates(const LateEdits& edits, int count
     if (i < count) {
       Key key = found.keys[i];
       if (found.counts[i] != 0) {
-        key = MakeKey(edits.Penalized(KeyLogit(key), found.counts[i]), KeyIndex(key));
+        key = MakeKey(edits.penalties.Of(KeyLogit(key), found.counts[i]), KeyIndex(key));
         found.keys[i] = key;
       }
       survives = key >= floor;
@@ -436,7 +419,7 @@ __device__ __noinline__ float WriteEdited(const T* row, int begin, int end, cons
       float x = -kInfinity;
       if (i < end && edits.Allows(i)) {
         x = ToFloat(row[i]);
-        if (edits.history != nullptr) x = edits.Penalized(x, __ldcg(&counts[i]));
+        if (edits.history != nullptr) x = edits.penalties.Of(x, __ldcg(&counts[i]));
       }
       if (i < end) edited[i] = x;
       y.words[e] = __float_as_uint(x);

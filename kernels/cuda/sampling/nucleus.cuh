@@ -1,5 +1,5 @@
-// sample, the filters: what min_p, top_k and top_p leave of a row, where the listed tokens do not
-// hold all of it.
+// sample, the filters: the tokens that they leave of a row, where the listed tokens do not hold all
+// of them.
 //
 // Nothing is sorted beyond a pool, and no filter has a cap: LastOfPrefix narrows a range of keys by
 // histograms of a count or a mass. FindNucleus is the fast way for a flat top_p: a histogram of

@@ -8,24 +8,7 @@
 
 namespace logitd::cuda {
 
-// Writes the answers of a row from which nothing is drawn.
-__device__ inline void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask,
-                              RowStatus status, int thread, int threads) {
-  if (thread == 0) {
-    args.status[r] = status;
-    args.tokens[r] = -1;
-    args.logprobs[r] = -kInfinity;
-    args.ranks[r] = 0;
-  }
-  for (int i = thread; i < ask.top_logprobs; i += threads) {
-    args.top_ids[ask.first_top_entry + i] = -1;
-    args.top_logprobs[ask.first_top_entry + i] = -kInfinity;
-  }
-  for (int i = thread; i < ask.extra_count; i += threads)
-    args.extra_logprobs[ask.first_extra_entry + i] = -kInfinity;
-}
-
-// The same where the row holds a NaN. Called by all threads of a block.
+// Refuses a row that holds a NaN. Called by all threads of a block.
 template <class T>
 __device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, const SampleRow& ask,
                                           const T* sent, int vocab, const Stats* raw_cells,

@@ -5,8 +5,8 @@
 //           late, to the few candidates (late_edits.cuh), where no sum over the row needs them.
 //           Other edits are applied on the way (edit.cuh), and the edited row goes to scratch in
 //           f32, for later looks
-//   list    the largest 128 come sorted from the sketch. They hold what a top_k to 128, a min_p or
-//           a top_p usually leaves. A greedy row without top log-probabilities needs no list: the
+//   list    the largest 128 come sorted from the sketch. They hold what a top_k to 128, or another
+//           filter, usually leaves. A greedy row without top log-probabilities needs no list: the
 //           maxima of its cells tell the token
 //   filter  a flat top_p takes two more looks (nucleus.cuh): a histogram of approximate mass that
 //           tells which logits may be the last, then exact sums of what is above them. What neither
@@ -18,7 +18,7 @@
 //           (report.cuh)
 //
 // Every sum that decides is of integers, or in one order fixed by the row, so a row's bits depend
-// only on the row (kernels/draw.h, kernels/sample.h).
+// only on the row (kernels/sampling_rules.h, kernels/draw.h).
 //
 // Edited rows have kernels of their own (sample_edited_f32.cu and so on): a call without edits pays
 // nothing for them.

@@ -17,11 +17,9 @@ namespace logitd::cuda {
 struct RowPlan {
   bool edited;
   bool greedy;
-  bool is_raw;  // log-probabilities and rank are of the row as sent
-  // Whether sums over the row at its temperature are needed. With top_k or min_p the sums are those
-  // of what they leave.
-  bool sums_needed;
-  bool twice;  // the row as sent is summed at temperature 1 and at its own
+  bool is_raw;       // log-probabilities and rank are of the row as sent
+  bool sums_needed;  // SumsAreOfRow
+  bool twice;        // the row as sent is summed at temperature 1 and at its own
   float log2e_over_temperature;
   // Tokens that come sorted: for the report, and what filters usually leave. 0: none are needed.
   int listed;
@@ -30,12 +28,11 @@ struct RowPlan {
 
   __device__ RowPlan(const SampleRow& ask, int vocab, bool editable, bool has_drafts)
       : edited(editable && IsEdited(ask)),
-        greedy(ask.temperature == 0),
+        greedy(IsGreedy(ask)),
         is_raw(ask.logprob_mode == LogprobMode::kRaw),
-        sums_needed(!TopKIsOn(ask, vocab) && ask.min_p == 0 && !greedy),
+        sums_needed(SumsAreOfRow(ask, vocab)),
         twice(!edited && sums_needed && ask.temperature != 1),
-        log2e_over_temperature(kLog2E /
-                               (sums_needed ? fmaxf(ask.temperature, kLeastTemperature) : 1.0f)),
+        log2e_over_temperature(kLog2E / (sums_needed ? ActingTemperature(ask) : 1.0f)),
         lists_are_sorted(!is_raw || !edited) {
     listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
     if (!edited && !has_drafts && ask.top_logprobs == 0 && (greedy || !IsFiltered(ask, vocab))) {
@@ -95,9 +92,9 @@ __device__ __forceinline__ bool AcceptRow(const SampleParams& p, int r, const Sa
 template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const SampleRow& ask,
                                            const Row& row, const DrawInput& in, DrawShared& s) {
-  const Weigher weigh(in.peak, ask.temperature);
+  const Weigher weigh(in.peak, ask);
   Drawn drawn;
-  if (ask.temperature == 0) {
+  if (IsGreedy(ask)) {
     drawn = in.listed > 0 ? DrawGreedy(s) : DrawGreedyByCells(row, in, s);
   } else if (!IsFiltered(ask, row.vocab)) {
     drawn = DrawUnfiltered(ask, row, in, s);
@@ -131,7 +128,7 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
     row.edited = edited;
     raw_is_pooled = false;
   }
-  return DrawFiltered<kThreads>(ask, row, Weigher(peak, ask.temperature),
+  return DrawFiltered<kThreads>(ask, row, Weigher(peak, ask),
                                 {.part = Part::Of(0, 1, p.cells, row.vocab),
                                  .peak = peak,
                                  .stats = m.cells,
@@ -456,8 +453,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const Support support =
       plan.is_raw
           ? RawSupport(raw)
-          : Support{drawn.last, peak, plan.greedy ? 1.0 : fmaxf(ask.temperature, kLeastTemperature),
-                    drawn.log_sum};
+          : Support{drawn.last, peak, plan.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   const float x = mode_row[drawn.token];
   const bool is_first = plan.greedy && plan.listed == 0;
   int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,

@@ -7,7 +7,6 @@
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/candidates.cuh"
 #include "kernels/cuda/sampling/weights.cuh"
-#include "kernels/draw.h"
 #include "kernels/verify.h"
 
 namespace logitd::cuda {
@@ -40,25 +39,11 @@ struct SampleParams {
 // cells, blocks and edited rows.
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 
-__device__ inline bool PenaltiesAreOn(const SampleRow& ask) {
-  return ask.history_count > 0 && (ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0);
-}
-__device__ inline bool HasPatches(const SampleRow& ask) {
-  return ask.bias_count > 0 || PenaltiesAreOn(ask);
-}
-__device__ inline bool IsEdited(const SampleRow& ask) {
-  return ask.first_mask_word >= 0 || HasPatches(ask);
-}
-__device__ inline bool IsFiltered(const SampleRow& ask, int64_t vocab) {
-  return TopKIsOn(ask, vocab) || ask.top_p < 1 || ask.min_p > 0;
-}
-// Whether the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over the
+// True where the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over the
 // row needs them, and the list usually holds what the filters leave.
 __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
-  const bool lowers = ask.repetition >= 1 && ask.presence >= 0 && ask.frequency >= 0;
-  const bool is_short = ask.temperature == 0 || ask.min_p > 0 ||
-                        (TopKIsOn(ask, p.args.logits.cols) && ask.top_k <= kListed);
-  return IsEdited(ask) && ask.bias_count == 0 && (lowers || !PenaltiesAreOn(ask)) && is_short &&
+  return IsEdited(ask) && EditsOnlyLower(ask) &&
+         FirstTokensTell(ask, p.args.logits.cols, kListed) &&
          ask.logprob_mode == LogprobMode::kRaw && p.drafts == nullptr;
 }
 

@@ -4,11 +4,9 @@
 
 #include "kernels/cuda/rows/cell.cuh"
 #include "kernels/cuda/rows/select.cuh"
-#include "kernels/draw.h"
+#include "kernels/sampling_rules.h"
 
 namespace logitd::cuda {
-
-constexpr float kLowestFloat = -3.402823466e38f;
 
 constexpr Key kLowestKey = 0;
 // Less than every key with a logit above -inf, and more than every key of -inf.
@@ -21,8 +19,8 @@ struct Weigher {
   float max;
   float inv_temperature;
 
-  __device__ Weigher(float row_max, float temperature)
-      : max(row_max), inv_temperature(1.0f / fmaxf(temperature, kLeastTemperature)) {}
+  __device__ Weigher(float row_max, const SampleRow& ask)
+      : max(row_max), inv_temperature(1.0f / ActingTemperature(ask)) {}
   __device__ uint64_t operator()(float x) const {
     if (max == kInfinity) return x == max ? uint64_t{1} << kWeightBits : 0;
     return __float2ull_rn(BeforeRounding(x));
@@ -64,8 +62,7 @@ struct Support {
 
   __device__ float Logprob(float x, int i) const {
     if (x == -kInfinity || MakeKey(x, i) < last) return -kInfinity;
-    if (max == kInfinity) return x == kInfinity ? static_cast<float>(-log_sum) : -kInfinity;
-    return static_cast<float>((static_cast<double>(x) - max) / temperature - log_sum);
+    return static_cast<float>(LogprobOf(x, max, temperature, log_sum));
   }
 };
 
@@ -82,12 +79,9 @@ __device__ inline Support RawSupport(Stats raw) {
   return support;
 }
 
-// The lowest logit that a filtered row keeps: min_p's border, or the one below which weights are 0.
-__device__ inline float LeastKept(float max, float temperature, float min_p) {
-  const double log_share = min_p > 0x1p-44f ? log(static_cast<double>(min_p)) : kLogLeastWeight;
-  const double least = max + static_cast<double>(fmaxf(temperature, kLeastTemperature)) * log_share;
-  if (least < -3.402823466e38) return kLowestFloat;
-  return __double2float_ru(least);
+// The lowest key that a filtered row keeps, whose largest logit is `peak`.
+__device__ inline Key LowestKept(const SampleRow& ask, float peak) {
+  return max(static_cast<Key>(OrderedBits(LeastKept(ask, peak))) << 32, AboveMinusInfinity());
 }
 
 }  // namespace logitd::cuda

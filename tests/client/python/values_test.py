@@ -6,6 +6,7 @@ import grpc
 import logitd
 import numpy as np
 from harness import CLIENTS, FakeServer, TestCase
+from logitd import params
 
 try:
     import ml_dtypes
@@ -103,23 +104,15 @@ class ValuesTest(TestCase):
                         getattr(client, method)(*args, **{**params, name: holder})
 
     FLOATS = {
-        "top_k": (dict(k=1), ("temperature",)),
-        "sample": (
-            dict(seed=1),
-            (
-                "temperature",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-            ),
-        ),
-        "score": (dict(targets=TOKENS), ("temperature", "softcap", "label_smoothing", "z_loss")),
+        "top_k": (dict(k=1), params.TopKParams),
+        "sample": (dict(seed=1), params.SampleParams),
+        "score": (dict(targets=TOKENS), params.ScoreParams),
     }
 
     def test_every_parameter_of_fractions_is_sent_as_it_is(self):
-        for method, (others, names) in self.FLOATS.items():
+        for method, (others, kinds) in self.FLOATS.items():
+            names = [name for name, kind in kinds.__annotations__.items() if kind == params.Floats]
+            self.assertIn("temperature", names)
             for name in names:
                 with self.subTest(method=method, parameter=name):
                     self.check(

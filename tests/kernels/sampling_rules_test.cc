@@ -1,4 +1,4 @@
-#include "kernels/kept_tokens.h"
+#include "kernels/sampling_rules.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,239 @@
+// The meaning of sampling parameters: names, defaults and ranges, the steps of a row in order, and
+// the arithmetic on which all backends must agree. Host and device include this file; draw.h has the
+// random numbers and the integer weights.
+#ifndef LOGITD_KERNELS_SAMPLING_RULES_H_
+#define LOGITD_KERNELS_SAMPLING_RULES_H_
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "kernels/draw.h"
+#include "kernels/row_params.h"
+#include "kernels/types.h"
+
+namespace logitd {
+
+// The logits that log-probabilities, top tokens and the rank refer to.
+enum class LogprobMode : int32_t {
+  kRaw = 0,        // as sent, at temperature 1
+  kProcessed = 1,  // after the whole pipeline, renormalised over what may be drawn
+};
+
+// Limits of one row.
+inline constexpr int32_t kMaxTopLogprobs = 128;
+inline constexpr int32_t kMaxExtraIds = 1024;
+inline constexpr int32_t kMaxHistory = 1 << 20;
+
+// What one row asks for, and where its lists and answers are. All bytes zero: the row is skipped,
+// and nothing is written for it.
+struct SampleRow {
+  uint64_t seed;              // the sequence of random numbers
+  uint64_t position;          // the place in it; a decode loop counts it up
+  int64_t first_history;      // history[first_history, first_history + history_count)
+  int64_t first_bias;         // bias[first_bias, first_bias + bias_count)
+  int64_t first_extra;        // extra_ids[first_extra, first_extra + extra_count)
+  int64_t first_mask_word;    // mask_words[first_mask_word, + MaskWords(vocab)); -1 = no mask
+  int64_t first_top_entry;    // answers [first_top_entry, first_top_entry + top_logprobs)
+  int64_t first_extra_entry;  // answers [first_extra_entry, first_extra_entry + extra_count)
+  int32_t active;             // 1; 0 = skip the row
+  float temperature;          // finite, >= 0; 0 = the highest logit, nothing random
+  int32_t top_k;              // >= -1; -1, 0, and vocab or more = off
+  float top_p;                // (0, 1]; 1 = off
+  float min_p;                // [0, 1]; 0 = off
+  float repetition;           // finite, > 0; 1 = off
+  float presence;             // finite; 0 = off
+  float frequency;            // finite; 0 = off
+  int32_t history_count;      // 0..kMaxHistory; each token as often as it was seen
+  int32_t bias_count;         // 0..vocab
+  int32_t extra_count;        // 0..kMaxExtraIds
+  int32_t top_logprobs;       // 0..min(kMaxTopLogprobs, vocab)
+  LogprobMode logprob_mode;
+  bool want_rank;  // the token's rank is reported; it may cost a further look at the row
+};
+static_assert(sizeof(SampleRow) == 120);
+
+inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
+// The parameters of a row: name on the wire, member, default, allowed range.
+inline constexpr RowParam<SampleRow> kSampleParams[] = {
+    {"seed", &SampleRow::seed, 0, kFinite},  // stays first: the server checks that it was sent
+    {"position", &SampleRow::position, 0, kFinite},
+    {"temperature", &SampleRow::temperature, 1, kZeroOrMore},
+    {"top_k", &SampleRow::top_k, 0, {.low = -1}},
+    {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
+    {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
+    {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
+    {"presence_penalty", &SampleRow::presence, 0, kFinite},
+    {"frequency_penalty", &SampleRow::frequency, 0, kFinite},
+    {"top_logprobs", &SampleRow::top_logprobs, 0, kTopLogprobs},
+    {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
+    {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
+};
+
+// The steps. With x the row as sent, in this order:
+//
+//   bias         x_i += value
+//   penalties    for each token in the history, seen n times:
+//                x = x > 0 ? x / repetition : x * repetition; x -= frequency * n; x -= presence
+//   mask         x_i = -inf where bit i is 0 (bit i % 32, least significant first, of word i/32)
+//   temperature  z = x / temperature; max is the largest z
+//   min_p        keeps z_i >= max + ln(min_p)
+//   top_k        keeps the first k by (x descending, index ascending)
+//   top_p        keeps the shortest prefix, in that order, whose share of the weight of what the
+//                filters before it left is >= top_p; at least one token
+//   draw         with w = exp(z - max), the lowest i of what is left, in index order, with
+//                sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w
+//
+// The edits are bias, penalties and mask. They round to f32 after every operation. Where infinities
+// of both signs meet, the result is -inf: a ban wins. Equal logits (-0 equals +0) rank by ascending
+// index.
+//
+// Temperature 0 is greedy: the token is the highest logit after the edits, the lowest index of
+// equals, and the steps after them do nothing. A temperature below kLeastTemperature acts as
+// kLeastTemperature everywhere, log-probabilities included.
+//
+// The support is the set of tokens that may be drawn. -inf is never in it. +inf is certain: where
+// there is one, the +inf are the support, with equal weights. The filters are the steps between
+// temperature and draw. A row is filtered where one of them is on. It also keeps nothing below z_i
+// = max + kLogLeastWeight: a lower weight rounds to 0. The support of an unfiltered row is every
+// token above -inf. No filter has a cap on candidates. Every token is drawn at its true rate, to a
+// relative 4e-6 and an absolute 2^-43.
+//
+// Weights (draw.h has the constants). A filtered row: integers w_i = round(exp(z_i - max) * 2^43),
+// so every sum is exact. The whole of top_p is the sum of the integers where a filter before it is
+// on, else the sum over the row by cells (below) times 2^43. An unfiltered row is drawn in two
+// steps. Cells are 1024 tokens, counted from token 0, each with its maximum m_c and s_c = sum
+// exp((x - m_c) / temperature). P_c is the prefix sum of s_c exp((m_c - max x) / temperature) in
+// double, P the last one, and u the upper 53 of the 64 bits as a fraction. The cell is the first one
+// with P_c > u P. Inside it, the weights are integers relative to m_c, and the target is floor((u P
+// - P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
+
+// ---- what is on --------------------------------------------------------------------------------
+
+constexpr bool PenaltiesAreOn(const SampleRow& ask) {
+  return ask.history_count > 0 && (ask.repetition != 1 || ask.presence != 0 || ask.frequency != 0);
+}
+// Tokens of the history that count.
+constexpr int32_t CountedHistory(const SampleRow& ask) {
+  return PenaltiesAreOn(ask) ? ask.history_count : 0;
+}
+// True where single tokens are edited: by bias or penalties.
+constexpr bool HasPatches(const SampleRow& ask) {
+  return ask.bias_count > 0 || PenaltiesAreOn(ask);
+}
+constexpr bool IsEdited(const SampleRow& ask) {
+  return ask.first_mask_word >= 0 || HasPatches(ask);
+}
+// True where no edit can raise a logit.
+constexpr bool EditsOnlyLower(const SampleRow& ask) {
+  const bool penalties_lower = ask.repetition >= 1 && ask.presence >= 0 && ask.frequency >= 0;
+  return ask.bias_count == 0 && (penalties_lower || !PenaltiesAreOn(ask));
+}
+
+constexpr bool IsGreedy(const SampleRow& ask) { return ask.temperature == 0; }
+constexpr bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
+  return ask.top_k > 0 && ask.top_k < vocab;
+}
+// True where a filter keeps the tokens within some distance below the largest logit.
+constexpr bool DistanceIsOn(const SampleRow& ask) { return ask.min_p > 0; }
+constexpr bool IsFiltered(const SampleRow& ask, int64_t vocab) {
+  return TopKIsOn(ask, vocab) || ask.top_p < 1 || DistanceIsOn(ask);
+}
+// True where the draw, or the whole of top_p, is by sums over the row at its temperature.
+constexpr bool SumsAreOfRow(const SampleRow& ask, int64_t vocab) {
+  return !IsGreedy(ask) && !TopKIsOn(ask, vocab) && !DistanceIsOn(ask);
+}
+
+// ---- what a row needs ---------------------------------------------------------------------------
+
+// True where the first tokens of the order tell what the filters leave: at most `few`, or those
+// within a distance from the first.
+constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few) {
+  return IsGreedy(ask) || DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
+}
+
+// How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
+// report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits and without ids
+// whose log-probability is wanted, which is greedy or has a top_k of at most kMaxTopLogprobs. A
+// vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the row may need
+// others too.
+constexpr int32_t KeptTokens(const SampleRow& ask) {
+  const bool few = IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs);
+  const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
+  if (!few || edited || ask.extra_count > 0) return 0;
+  const int32_t drawn_from = IsGreedy(ask) ? 1 : ask.top_k;
+  return ask.top_logprobs > drawn_from ? ask.top_logprobs : drawn_from;
+}
+
+// ---- edits --------------------------------------------------------------------------------------
+
+// -inf in place of the NaN of two infinities: the ban wins.
+constexpr float BanIfNan(float x) {
+  return x != x ? -std::numeric_limits<float>::infinity() : x;
+}
+
+constexpr float Biased(float x, float value) { return BanIfNan(x + value); }
+
+// a * b, rounded before anything is added to it.
+constexpr float RoundedProduct(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;  // the library is compiled with -ffp-contract=off
+#endif
+}
+
+struct Penalties {
+  float repetition;
+  float presence;
+  float frequency;
+
+  constexpr explicit Penalties(const SampleRow& ask)
+      : repetition(ask.repetition), presence(ask.presence), frequency(ask.frequency) {}
+
+  // The logit of a token that was seen `count` times.
+  constexpr float Of(float x, uint32_t count) const {
+    if (count == 0) return x;
+    x = x > 0 ? x / repetition : RoundedProduct(x, repetition);
+    return BanIfNan(x - RoundedProduct(frequency, static_cast<float>(count))) - presence;
+  }
+};
+
+// ---- filters ------------------------------------------------------------------------------------
+
+// The temperature that divides the logits of a row that is not greedy.
+constexpr float ActingTemperature(const SampleRow& ask) {
+  return ask.temperature > kLeastTemperature ? ask.temperature : kLeastTemperature;
+}
+
+// The lowest float that is not below x, a number of at most the largest float.
+constexpr float RoundedUp(double x) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  if (x < -kLargest) return -kLargest;
+  const auto nearest = static_cast<float>(x);
+  if (nearest >= x) return nearest;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(nearest) + (nearest < 0 ? -1 : 1));
+}
+
+// The lowest logit after the edits that a row keeps, whose largest is `max`, above -inf: by the
+// distance that the filters allow, and by kLogLeastWeight.
+constexpr float LeastKept(const SampleRow& ask, float max) {
+  if (max == std::numeric_limits<float>::infinity()) return max;
+  const double log_share = ask.min_p > 0x1p-44f ? std::log(double{ask.min_p}) : kLogLeastWeight;
+  return RoundedUp(std::fma(double{ActingTemperature(ask)}, log_share, double{max}));
+}
+
+// ---- log-probabilities --------------------------------------------------------------------------
+
+// The log-probability of logit x in a support whose largest logit is `max`, and `log_sum` the logarithm of its sum of
+// exp((x - max) / temperature); where max is +inf, of the number of +inf.
+constexpr double LogprobOf(float x, float max, double temperature, double log_sum) {
+  constexpr double kInfinite = std::numeric_limits<double>::infinity();
+  if (max == std::numeric_limits<float>::infinity()) return x == max ? -log_sum : -kInfinite;
+  return (static_cast<double>(x) - max) / temperature - log_sum;
+}
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_SAMPLING_RULES_H_
