@@ -1,5 +1,6 @@
 // What sample must do on every backend: answers by hand, parity with double precision, and bits
-// that do not depend on other rows. One table for the CPU and the GPU.
+// that do not depend on other rows. One table for the CPU and the GPU. Long because all cases of a new
+// parameter go into one file.
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 
@@ -291,6 +292,39 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
                            got->top_logprobs[i], claim.top_ids[i], claim.top_logprobs[i]);
   }
   return "";
+}
+
+// ---- Distributions by hand
+
+// Weights 4, 16, 1, 8, 2, 1, in an order that is not theirs, and those that a filter leaves.
+struct FilterCase {
+  const char* name;
+  void (*change)(SampleRow&);
+  std::vector<double> weights;
+};
+
+inline std::vector<float> FilterCaseLogits() {
+  const float ln2 = std::log(2.0f);
+  return {2 * ln2, 4 * ln2, 0, 3 * ln2, ln2, 0};
+}
+
+inline std::vector<FilterCase> FilterCases() {
+  return {
+      {"unfiltered", [](SampleRow&) {}, {4, 16, 1, 8, 2, 1}},
+      {"top_k", [](SampleRow& row) { row.top_k = 5; }, {4, 16, 1, 8, 2, 0}},
+      {"top_p", [](SampleRow& row) { row.top_p = 0.8f; }, {4, 16, 0, 8, 0, 0}},
+      {"min_p", [](SampleRow& row) { row.min_p = 0.12f; }, {4, 16, 0, 8, 2, 0}},
+      {"temperature", [](SampleRow& row) { row.temperature = 0.5f; }, {16, 256, 1, 64, 4, 1}},
+      // Weights 16, 8, 4, 2: the first two have 0.8.
+      {"all",
+       [](SampleRow& row) {
+         row.temperature = 2;
+         row.min_p = 0.3f;  // square roots: 4, 2.83, 2, 1.41 of 4
+         row.top_k = 3;
+         row.top_p = 0.7f;  // of 4, 2.83, 2: two have 0.774
+       },
+       {0, std::sqrt(16.0), 0, std::sqrt(8.0), 0, 0}},
+  };
 }
 
 // ---- Parity with double precision

@@ -1,13 +1,18 @@
 // What CheckSample lets through, and what it says about the rest.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <string>
+#include <variant>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "kernels/sample.h"
 #include "tests/kernels/reference.h"
+#include "tests/kernels/sample_cases.h"
 
 namespace logitd::testing {
 namespace {
@@ -184,6 +189,30 @@ TEST(CheckSampleTest, SaysFieldRowValueAndAllowedRange) {
     EXPECT_EQ(got.code(),
               c.want.empty() ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
         << c.name;
+  }
+}
+
+// The values that are no number, infinite, or next to an end of the range on its wrong side.
+TEST(CheckSampleTest, EveryFractionIsRefusedOutsideItsRange) {
+  for (const RowParam<SampleRow>& param : kSampleParams) {
+    const auto* const member = std::get_if<float SampleRow::*>(&param.member);
+    if (member == nullptr) continue;
+    const auto low = static_cast<float>(param.allowed.low);
+    const auto high = static_cast<float>(param.allowed.high);
+    const float below = param.allowed.above_low ? low : std::nextafter(low, -kInf);
+    const float above = param.allowed.below_high ? high : std::nextafter(high, kInf);
+    for (const float value : {kNan, kInf, -kInf, below, above}) {
+      SampleRow row = PlainRow();
+      row.*(*member) = value;
+      const absl::Status got = CheckSample({.vocab = 100, .params = {&row, 1}});
+      EXPECT_EQ(got.code(), absl::StatusCode::kInvalidArgument) << param.name << " " << value;
+      EXPECT_THAT(std::string(got.message()),
+                  ::testing::StartsWith(
+                      absl::StrFormat("%s: got %g at row 0, allowed ", param.name, value)));
+    }
+    EXPECT_FALSE(std::isfinite(param.default_value) &&
+                 (param.default_value < low || param.default_value > high))
+        << param.name;
   }
 }
 

@@ -86,34 +86,8 @@ class SampleDistributionTest : public CpuTest {
   }
 };
 
-// Probabilities by hand: 1/2, 1/4, ..., in an order that is not theirs, and what each filter
-// leaves.
 TEST_F(SampleDistributionTest, FiltersByHand) {
-  const float ln2 = std::log(2.0f);
-  // Weights 4, 16, 1, 8, 2, 1: of 32.
-  const std::vector<float> logits = {2 * ln2, 4 * ln2, 0, 3 * ln2, ln2, 0};
-  struct Case {
-    const char* name;
-    void (*change)(SampleRow&);
-    std::vector<double> weights;
-  };
-  const std::vector<Case> cases = {
-      {"unfiltered", [](SampleRow&) {}, {4, 16, 1, 8, 2, 1}},
-      {"top_k", [](SampleRow& row) { row.top_k = 5; }, {4, 16, 1, 8, 2, 0}},
-      {"top_p", [](SampleRow& row) { row.top_p = 0.8f; }, {4, 16, 0, 8, 0, 0}},
-      {"min_p", [](SampleRow& row) { row.min_p = 0.12f; }, {4, 16, 0, 8, 2, 0}},
-      {"temperature", [](SampleRow& row) { row.temperature = 0.5f; }, {16, 256, 1, 64, 4, 1}},
-      // Weights 16, 8, 4, 2: the first two have 0.8.
-      {"all",
-       [](SampleRow& row) {
-         row.temperature = 2;
-         row.min_p = 0.3f;  // square roots: 4, 2.83, 2, 1.41 of 4
-         row.top_k = 3;
-         row.top_p = 0.7f;  // of 4, 2.83, 2: two have 0.774
-       },
-       {0, std::sqrt(16.0), 0, std::sqrt(8.0), 0, 0}},
-  };
-  for (const Case& c : cases) {
+  for (const FilterCase& c : FilterCases()) {
     SampleBatch batch{.rows = {PlainRow()}};
     batch.rows[0].seed = 2024;
     c.change(batch.rows[0]);
@@ -121,7 +95,7 @@ TEST_F(SampleDistributionTest, FiltersByHand) {
     double sum = 0;
     for (double w : p) sum += w;
     for (double& w : p) w /= sum;
-    ExpectDistribution(c.name, logits, batch, p);
+    ExpectDistribution(c.name, FilterCaseLogits(), batch, p);
   }
 }
 
