@@ -41,6 +41,7 @@ struct SampleRow {
   float temperature;          // finite, >= 0; 0 = the highest logit, nothing random
   int32_t top_k;              // >= -1; -1, 0, and vocab or more = off
   float top_p;                // (0, 1]; 1 = off
+  float top_n_sigma;          // finite, >= 0; 0 = off
   float min_p;                // [0, 1]; 0 = off
   float repetition;           // finite, > 0; 1 = off
   float presence;             // finite; 0 = off
@@ -52,7 +53,7 @@ struct SampleRow {
   LogprobMode logprob_mode;
   bool want_rank;  // the token's rank is reported; it may cost a further look at the row
 };
-static_assert(sizeof(SampleRow) == 120);
+static_assert(sizeof(SampleRow) == 128);
 
 inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
 // The parameters of a row: name on the wire, member, default, allowed range.
@@ -62,6 +63,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"temperature", &SampleRow::temperature, 1, kZeroOrMore},
     {"top_k", &SampleRow::top_k, 0, {.low = -1}},
     {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
+    {"top_n_sigma", &SampleRow::top_n_sigma, 0, kZeroOrMore},
     {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
     {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
     {"presence_penalty", &SampleRow::presence, 0, kFinite},
@@ -78,6 +80,8 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 //                x = x > 0 ? x / repetition : x * repetition; x -= frequency * n; x -= presence
 //   mask         x_i = -inf where bit i is 0 (bit i % 32, least significant first, of word i/32)
 //   temperature  z = x / temperature; max is the largest z
+//   top_n_sigma  keeps x_i >= max x - top_n_sigma * sigma, with sigma the standard deviation of the
+//                row's x above -inf (below); it does not depend on the temperature
 //   min_p        keeps z_i >= max + ln(min_p)
 //   top_k        keeps the first k by (x descending, index ascending)
 //   top_p        keeps the shortest prefix, in that order, whose share of the weight of what the
@@ -108,6 +112,12 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // double, P the last one, and u the upper 53 of the 64 bits as a fraction. The cell is the first one
 // with P_c > u P. Inside it, the weights are integers relative to m_c, and the target is floor((u P
 // - P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
+//
+// sigma = sqrt(Q / n - (D / n)^2), of n tokens above -inf, with D the sum of d_i = max x - x_i and Q
+// that of d_i^2, in double, every operation rounded. Sums are in one order: by 32 sums, of which sum
+// j adds up the numbers j, j + 32, j + 64 and so on; then sum j + 16 is added to sum j for j < 16, then
+// j + 8 for j < 8, and so on. First the d of a cell, then the cells. Source: Tang et al., Top-n-sigma:
+// not all logits are you need, arXiv:2411.07641.
 
 // ---- what is on --------------------------------------------------------------------------------
 
@@ -135,8 +145,9 @@ constexpr bool IsGreedy(const SampleRow& ask) { return ask.temperature == 0; }
 constexpr bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
   return ask.top_k > 0 && ask.top_k < vocab;
 }
+constexpr bool SigmaIsOn(const SampleRow& ask) { return ask.top_n_sigma > 0; }
 // True where a filter keeps the tokens within some distance below the largest logit.
-constexpr bool DistanceIsOn(const SampleRow& ask) { return ask.min_p > 0; }
+constexpr bool DistanceIsOn(const SampleRow& ask) { return ask.min_p > 0 || SigmaIsOn(ask); }
 constexpr bool IsFiltered(const SampleRow& ask, int64_t vocab) {
   return TopKIsOn(ask, vocab) || ask.top_p < 1 || DistanceIsOn(ask);
 }
@@ -150,16 +161,19 @@ constexpr bool SumsAreOfRow(const SampleRow& ask, int64_t vocab) {
 // True where the first tokens of the order tell what the filters leave: at most `few`, or those
 // within a distance from the first.
 constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few) {
-  return IsGreedy(ask) || DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
+  if (IsGreedy(ask)) return true;
+  if (SigmaIsOn(ask)) return false;  // sigma is of the whole row
+  return DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
 }
 
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
 // report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits and without ids
-// whose log-probability is wanted, which is greedy or has a top_k of at most kMaxTopLogprobs. A
-// vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the row may need
-// others too.
+// whose log-probability is wanted, which is greedy or has a top_k of at most kMaxTopLogprobs and no
+// top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the
+// row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
-  const bool few = IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs);
+  const bool few =
+      IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
   if (!few || edited || ask.extra_count > 0) return 0;
   const int32_t drawn_from = IsGreedy(ask) ? 1 : ask.top_k;
@@ -169,9 +183,7 @@ constexpr int32_t KeptTokens(const SampleRow& ask) {
 // ---- edits --------------------------------------------------------------------------------------
 
 // -inf in place of the NaN of two infinities: the ban wins.
-constexpr float BanIfNan(float x) {
-  return x != x ? -std::numeric_limits<float>::infinity() : x;
-}
+constexpr float BanIfNan(float x) { return x != x ? -std::numeric_limits<float>::infinity() : x; }
 
 constexpr float Biased(float x, float value) { return BanIfNan(x + value); }
 
@@ -222,6 +234,29 @@ constexpr float LeastKept(const SampleRow& ask, float max) {
   if (max == std::numeric_limits<float>::infinity()) return max;
   const double log_share = ask.min_p > 0x1p-44f ? std::log(double{ask.min_p}) : kLogLeastWeight;
   return RoundedUp(std::fma(double{ActingTemperature(ask)}, log_share, double{max}));
+}
+
+// ---- top_n_sigma --------------------------------------------------------------------------------
+
+inline constexpr int kSigmaSums = 32;
+
+// How far x is below the row's largest logit, which is finite. -inf does not count.
+constexpr double BelowMax(float max, float x) {
+  return x > -std::numeric_limits<float>::infinity() ? static_cast<double>(max) - x : 0.0;
+}
+// The sums and the number of tokens above -inf of a row, of which some part or all is added up.
+struct SigmaSums {
+  double below;    // of BelowMax
+  double squares;  // of their squares
+  int64_t count;
+};
+// The lowest logit that top_n_sigma keeps in a row whose largest, which is finite, is `max`.
+constexpr float SigmaBorder(const SampleRow& ask, float max, const SigmaSums& row) {
+  const auto count = static_cast<double>(row.count);
+  const double mean = row.below / count;
+  const double variance = std::fma(-mean, mean, row.squares / count);
+  const double sigma = variance > 0 ? std::sqrt(variance) : 0;
+  return RoundedUp(std::fma(-double{ask.top_n_sigma}, sigma, double{max}));
 }
 
 // ---- log-probabilities --------------------------------------------------------------------------

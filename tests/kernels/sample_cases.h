@@ -45,6 +45,7 @@ struct SampleAsk {
   float temperature = 1;
   int32_t top_k = 0;
   float top_p = 1;
+  float top_n_sigma = 0;
   float min_p = 0;
   float repetition = 1;
   float presence = 0;
@@ -77,6 +78,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.temperature = ask.temperature;
   row.top_k = ask.top_k;
   row.top_p = ask.top_p;
+  row.top_n_sigma = ask.top_n_sigma;
   row.min_p = ask.min_p;
   row.repetition = ask.repetition;
   row.presence = ask.presence;
@@ -164,6 +166,63 @@ inline const std::vector<SampleClaim>& SampleClaims() {
       {.name = "min_p comes after the temperature", .logits = {0, 4 * ln2, 4 * ln2},
        .ask = {.position = kAt003, .temperature = 4, .min_p = 0.49f, .processed = true}, .token = 0,
        .logprob = -1.6094379f, .rank = 3},
+      // clang-format on
+  };
+  return claims;
+}
+
+// The mean of {0, 2} is 1, and so is its standard deviation.
+inline const std::vector<SampleClaim>& SampleSigmaClaims() {
+  static const float ln2 = std::log(2.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "top_n_sigma keeps a token at its border", .logits = {0, 2},
+       .ask = {.position = kAt003, .top_n_sigma = 2, .processed = true}, .token = 0,
+       .logprob = -2.126928f, .rank = 2},
+      {.name = "top_n_sigma drops a token below its border", .logits = {0, 2},
+       .ask = {.position = kAt003, .top_n_sigma = 1.9999999f, .top_logprobs = 2,
+               .processed = true},
+       .token = 1, .logprob = 0, .rank = 1, .top_ids = {1, 0}, .top_logprobs = {0, -kInf}},
+      // A sample's would be 1.15, and keep all.
+      {.name = "top_n_sigma takes the deviation of all tokens, not of a sample",
+       .logits = {0, 0, 2, 2}, .ask = {.position = kAt088, .top_n_sigma = 1.9f, .processed = true},
+       .token = 3, .logprob = -ln2, .rank = 2},
+      {.name = "top_n_sigma of a row of equal logits keeps all", .logits = {5, 5, 5, 5},
+       .ask = {.position = kAt088, .top_n_sigma = 1e-3f, .processed = true}, .token = 3,
+       .logprob = -ln4, .rank = 4},
+      {.name = "top_n_sigma does not depend on the temperature", .logits = {0, 2, 2},
+       .ask = {.position = kAt003, .temperature = 1e4f, .top_n_sigma = 2, .top_logprobs = 3,
+               .processed = true},
+       .token = 1, .logprob = -ln2, .rank = 1, .top_ids = {1, 2, 0},
+       .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "a masked token does not count for top_n_sigma", .logits = {0, 2, 1000},
+       .ask = {.position = kAt003, .top_n_sigma = 2, .processed = true}, .mask_words = {0b011},
+       .token = 0, .logprob = -2.126928f, .rank = 2},
+      {.name = "top_n_sigma sees the logits after bias and penalties", .logits = {1, 2, 7},
+       .ask = {.position = kAt003, .top_n_sigma = 2, .presence = 1, .processed = true},
+       .history = {0}, .bias = {{2, -kInf}}, .token = 0, .logprob = -2.126928f, .rank = 2},
+      {.name = "top_n_sigma before top_p, which is a share of what it left", .logits = {0, 2, 2},
+       .ask = {.position = kAt003, .top_p = 0.5f, .top_n_sigma = 2, .processed = true}, .token = 1,
+       .logprob = 0, .rank = 1},
+      {.name = "top_n_sigma and min_p: the higher border counts", .logits = {0, 2},
+       .ask = {.position = kAt003, .top_n_sigma = 2, .min_p = 0.5f, .processed = true}, .token = 1,
+       .logprob = 0, .rank = 1},
+      {.name = "plus inf is certain with top_n_sigma", .logits = {5, kInf, -kInf, kInf},
+       .ask = {.position = kAt088, .top_n_sigma = 1, .processed = true}, .token = 3,
+       .logprob = -ln2, .rank = 2},
+      {.name = "a greedy row takes the highest logit whatever its top_n_sigma", .logits = {1, 3, 2},
+       .ask = {.position = kAt088, .temperature = 0, .top_n_sigma = 1e-3f, .processed = true},
+       .token = 1, .logprob = 0, .rank = 1},
+      {.name = "top_n_sigma of logits far apart", .logits = {-3e38f, 3e38f},
+       .ask = {.position = kAt003, .temperature = 1e38f, .top_n_sigma = 3e38f, .top_logprobs = 2,
+               .processed = true},
+       .token = 1, .logprob = -0.0024757f, .rank = 1, .top_ids = {1, 0},
+       .top_logprobs = {-0.0024757f, -6.0024757f}},
+      {.name = "top_n_sigma alone keeps nothing below 2^-44 of the maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .top_n_sigma = 100, .top_logprobs = 4, .processed = true},
+       .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
+       .top_logprobs = {0, -30.4f, -kInf, -kInf}},
       // clang-format on
   };
   return claims;
@@ -314,6 +373,8 @@ inline std::vector<FilterCase> FilterCases() {
       {"top_k", [](SampleRow& row) { row.top_k = 5; }, {4, 16, 1, 8, 2, 0}},
       {"top_p", [](SampleRow& row) { row.top_p = 0.8f; }, {4, 16, 0, 8, 0, 0}},
       {"min_p", [](SampleRow& row) { row.min_p = 0.12f; }, {4, 16, 0, 8, 2, 0}},
+      // In units of ln 2: mean 5/3, sigma 1.49; 4 - 1.5 * 1.49 = 1.76.
+      {"top_n_sigma", [](SampleRow& row) { row.top_n_sigma = 1.5f; }, {4, 16, 0, 8, 0, 0}},
       {"temperature", [](SampleRow& row) { row.temperature = 0.5f; }, {16, 256, 1, 64, 4, 1}},
       // Weights 16, 8, 4, 2: the first two have 0.8.
       {"all",
@@ -374,6 +435,8 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   }
   static constexpr float kTopPs[] = {0.9f, 0.5f, 0.99f, 0.1f, 1e-6f, 0.9999999f};
   if (one_in(2)) row.top_p = kTopPs[random() % 6];
+  static constexpr float kSigmas[] = {1, 0.5f, 2, 3, 1e-3f, 1e30f};
+  if (row.seed % 4 == 0) row.top_n_sigma = kSigmas[row.seed / 4 % 6];
   static constexpr float kMinPs[] = {0.05f, 0.5f, 1e-3f, 1.0f, 1e-20f};
   if (one_in(3)) row.min_p = kMinPs[random() % 5];
   if (one_in(3)) {
@@ -716,6 +779,7 @@ inline std::vector<SampleCase> SampleInvarianceCases() {
 inline std::vector<OpCheck> SampleChecks() {
   return {
       ForAll("KeepsEveryClaim", SampleClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfTopNSigma", SampleSigmaClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),

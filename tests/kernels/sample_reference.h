@@ -21,6 +21,9 @@ namespace logitd::testing {
 // The share of a sum that f32 rounding may shift.
 inline constexpr double kShift = 4e-6;
 
+// The same of top_n_sigma's border, as a share of the logits.
+inline constexpr double kSigmaShift = 1e-9;
+
 // Logits in an order, with weights: one of the distributions a row has.
 struct Ranked {
   std::vector<float> x;
@@ -166,12 +169,28 @@ class ReferenceSample {
       supports_ = {{1, 1.0}};
       return;
     }
-    const ReferenceSupport left = FirstFrom(LeastKept());
-    if (ask_.top_p == 1) {
-      supports_ = {left};
-      return;
+    int64_t count = 0;  // of the last support
+    for (const double share : {0.0, -kSigmaShift, kSigmaShift}) {
+      const ReferenceSupport left = FirstFrom(std::max(LeastKept(), LeastBySigma(share)));
+      if (left.count == 0 || left.count == count) continue;
+      count = left.count;
+      if (ask_.top_p == 1) {
+        supports_.push_back(left);
+      } else {
+        FindNuclei(left);
+      }
     }
-    FindNuclei(left);
+  }
+
+  // The lowest logit that top_n_sigma keeps, moved by a share of the logits.
+  double LeastBySigma(double share) const {
+    if (ask_.top_n_sigma == 0 || processed_.max() == kInf) return -kInf;
+    double count = 0, mean = 0, variance = 0;
+    for (float x : processed_.x) count += x > -kInf;
+    for (float x : processed_.x) mean += x > -kInf ? x / count : 0;
+    for (float x : processed_.x) variance += x > -kInf ? (x - mean) * (x - mean) / count : 0;
+    const double distance = ask_.top_n_sigma * std::sqrt(variance);
+    return processed_.max() - distance + share * (std::fabs(processed_.max()) + distance);
   }
 
   // The lowest logit that is kept. Less than 2^-44 of the maximum rounds to 0 in a filtered row.
@@ -197,18 +216,20 @@ class ReferenceSample {
   // The prefix that reaches top_p of what is left, and those that do by a rounding.
   void FindNuclei(const ReferenceSupport& left) {
     double whole = 0;
+    std::vector<ReferenceSupport> supports;
     for (int64_t i = 0; i < left.count; ++i) {
       const double before = whole;
       whole += processed_.Weight(processed_.order[i], Temperature());
       if (before >= (ask_.top_p + kShift) * left.sum && i > 0) break;
       if (whole >= (ask_.top_p - kShift) * left.sum || i + 1 == left.count)
-        supports_.push_back({i + 1, whole});
+        supports.push_back({i + 1, whole});
     }
     // The exact one first.
-    const auto exact = std::find_if(supports_.begin(), supports_.end(), [&](const auto& s) {
+    const auto exact = std::find_if(supports.begin(), supports.end(), [&](const auto& s) {
       return s.sum >= ask_.top_p * left.sum || s.count == left.count;
     });
-    if (exact != supports_.end()) std::iter_swap(supports_.begin(), exact);
+    if (exact != supports.end()) std::iter_swap(supports.begin(), exact);
+    supports_.insert(supports_.end(), supports.begin(), supports.end());
   }
 
   std::string RefusedDifference(const SampleAnswer& got, int64_t r) const {

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from fractions import Fraction
 
 INF = math.inf
 NAN_LOGIT, EMPTY_SUPPORT = 1, 2
@@ -105,9 +106,35 @@ def prefix_masses(cells, top, temperature):
     return prefix
 
 
+def sum32(numbers):
+    """The sum by 32 sums."""
+    sums = [0.0] * 32
+    for i, number in enumerate(numbers):
+        sums[i % 32] += number
+    half = 16
+    while half:
+        for j in range(half):
+            sums[j] += sums[j + half]
+        half //= 2
+    return sums[0]
+
+
+def sigma_border(n, x):
+    """The lowest logit that top_n_sigma keeps. A Fraction is exact, and rounds where it becomes a float."""
+    top, count = max(x), sum(v > -INF for v in x)
+    below = [top - v if v > -INF else 0.0 for v in x]
+    cells = [below[c : c + 1024] for c in range(0, len(x), 1024)]
+    mean = sum32([sum32(cell) for cell in cells]) / count
+    square = sum32([sum32([d * d for d in cell]) for cell in cells]) / count
+    sigma = math.sqrt(max(0.0, float(Fraction(square) - Fraction(mean) ** 2)))
+    return float(Fraction(top) - Fraction(n) * Fraction(sigma))
+
+
 def least_kept(row, x, temperature):
-    """How far below the largest logit a filtered row keeps tokens, as a difference of logits; whether a filter says it."""
-    return temperature * math.log(max(row["min_p"], 2.0**-44)), row["min_p"] > 0
+    """The lowest difference to the largest logit, and the lowest logit, that a filtered row keeps; whether a filter says it."""
+    n = row["top_n_sigma"]
+    border = sigma_border(n, x) if n > 0 and max(x) < INF else -INF
+    return temperature * math.log(max(row["min_p"], 2.0**-44)), border, row["min_p"] > 0 or n > 0
 
 
 def sample(row):
@@ -127,7 +154,7 @@ def sample(row):
     temperature = max(temperature, 2.0**-118)
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
-    least, cuts_by_distance = least_kept(row, x, temperature)
+    least, border, cuts_by_distance = least_kept(row, x, temperature)
 
     cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
     prefix = prefix_masses(cells, top, temperature)
@@ -142,7 +169,7 @@ def sample(row):
         return (0, -1), close | {c * 1024 + token}, len(close) > 1, x
 
     kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
-    kept = [i for i in kept if x[i] == top or x[i] - top >= least][:k]
+    kept = [i for i in kept if x[i] == top or (x[i] - top >= least and x[i] >= border)][:k]
     w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
     tokens, shaky = set(), False
     ends = [len(kept)]

@@ -80,6 +80,9 @@ class SamplingParams(TypedDict, total=False):
     """Per row. Keeps the k highest logits; 0, -1, and V or more keep all; default 0."""
     top_p: Floats
     """Per row, above 0, to 1. Keeps the fewest tokens whose mass reaches p; default 1."""
+    top_n_sigma: Floats
+    """Per row, 0 or more. Drops tokens whose logit is more than n standard deviations of the row's logits below the
+    highest; 0 is off; default 0."""
     min_p: Floats
     """Per row, 0 to 1. Drops tokens below this share of the highest probability; default 0."""
     repetition_penalty: Floats

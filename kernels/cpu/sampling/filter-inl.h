@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/sketch-inl.h"
@@ -35,6 +36,14 @@ struct Support {
     return LogprobOf(x, max, temperature, log_sum);
   }
 };
+
+// One sum of those by kSigmaSums, in their order.
+inline double FoldSigmaSums(double* sums) {
+  for (int half = kSigmaSums / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  }
+  return sums[0];
+}
 
 // Tokens in the shortest prefix of the sorted tokens with mass `need`; 0 where all of them have
 // less.
@@ -119,6 +128,55 @@ inline double CellPrefix(const Row& row, float max, const Exponent& e, SampleScr
   return total;
 }
 
+// Writes the sums of cell c for top_n_sigma to `below` and `squares`. Returns its tokens above -inf.
+template <typename T>
+int64_t AddCell(const T* logits, const Row& row, int64_t c, float max, double* below,
+                double* squares) {
+  const DF d;
+  HWY_ALIGN T padded[kCellElements];
+  HWY_ALIGN float x[kCellElements];
+  const T* cell = CellAt(logits, row.vocab, c, padded);
+  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d))
+    hn::Store(LoadF32(d, cell + i), d, x + i);
+  double sums[kSigmaSums] = {}, square_sums[kSigmaSums] = {};
+  int64_t count = 0;
+  for (int64_t i = 0; i < kCellElements; i += kSigmaSums) {
+    for (int64_t j = 0; j < kSigmaSums; ++j) {
+      const double distance = BelowMax(max, x[i + j]);
+      sums[j] += distance;
+      square_sums[j] += distance * distance;
+      count += x[i + j] > -kInf ? 1 : 0;
+    }
+  }
+  *below = FoldSigmaSums(sums);
+  *squares = FoldSigmaSums(square_sums);
+  return count;
+}
+
+// The sums of the row for top_n_sigma; its largest logit is finite.
+inline SigmaSums AddRow(const Row& row, float max, const RowThreads& threads,
+                        SampleScratch& scratch) {
+  const int64_t cells = CellCount(row.vocab);
+  double* const below = scratch.prefix.Get(2 * cells);
+  double* const squares = below + cells;
+  int64_t counts[kMostPieces] = {};
+  const RowPieces pieces = threads.Cut(row.vocab);
+  threads.For(pieces.count, [&](int64_t p) {
+    AsType(row.dtype, row.logits, [&](const auto* logits) {
+      for (int64_t c = pieces.begin(p); c < pieces.end(p); ++c)
+        counts[p] += AddCell(logits, row, c, max, below + c, squares + c);
+    });
+  });
+  double sums[kSigmaSums] = {}, square_sums[kSigmaSums] = {};
+  for (int64_t c = 0; c < cells; ++c) {
+    sums[c % kSigmaSums] += below[c];
+    square_sums[c % kSigmaSums] += squares[c];
+  }
+  return {.below = FoldSigmaSums(sums),
+          .squares = FoldSigmaSums(square_sums),
+          .count = std::accumulate(counts, counts + pieces.count, int64_t{0})};
+}
+
 // The tokens of a nucleus or of a small top_k, sorted, with weights; `mass` is a weight's.
 inline float* WeighSorted(const SortedKeys& top, const MassOfWeights& mass, ListScratch& scratch) {
   float* const weights = scratch.weights.Get(top.count + kMaxLanes);
@@ -148,7 +206,10 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
                                const RowThreads& threads, SampleScratch& scratch) {
   ListScratch& lists = scratch.list;
   const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
-  const float least = LeastKept(ask, max);
+  float least = LeastKept(ask, max);
+  if (SigmaIsOn(ask) && max < kInf) {
+    least = std::max(least, SigmaBorder(ask, max, AddRow(row, max, threads, scratch)));
+  }
   if (TopKIsOn(ask, row.vocab)) {
     if (ask.top_k >= kManyTokens) return ListTopK(row, ask, max, least, mass, threads, lists);
     const SortedKeys top = TopKeys(row, ask.top_k, max, least, threads, lists);

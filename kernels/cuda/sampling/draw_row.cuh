@@ -400,11 +400,63 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
   return {token, last, 0.0, total};
 }
 
+// The sums of the row for top_n_sigma; its largest logit, `peak`, is finite. A second read of the
+// row, by the block. Called by all threads.
+template <class Row>
+__device__ __noinline__ SigmaSums AddRow(const Row& row, float peak) {
+  static_assert(kSigmaSums == 32, "a lane each");
+  constexpr int kMostCells = static_cast<int>(kMaxVocab) / kCell;
+  static_assert(2 * kMostCells * sizeof(double) <= sizeof(DrawShared::bin_share));
+  DrawShared& s = Finish().draw;
+  double* const below = reinterpret_cast<double*>(s.bin_share);  // [cells]
+  double* const squares = below + kMostCells;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int cells = CellsOf(row.vocab);
+  const auto fold = [](double sum) {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(kFullWarp, sum, half);
+    return sum;
+  };
+  uint32_t count = 0;
+  __syncthreads();
+  row.Visited([&](const auto* logits) {
+#pragma unroll 1
+    for (int c = static_cast<int>(threadIdx.x) / 32; c < cells; c += blockDim.x / 32) {
+      double sum = 0, square_sum = 0;
+#pragma unroll 8
+      for (int i = c * kCell + lane; i < (c + 1) * kCell; i += 32) {
+        const float x = i < row.vocab ? ToFloat(logits[i]) : -kInfinity;
+        const double distance = BelowMax(peak, x);
+        sum += distance;
+        square_sum = __dadd_rn(square_sum, __dmul_rn(distance, distance));
+        count += x > -kInfinity;
+      }
+      sum = fold(sum);
+      square_sum = fold(square_sum);
+      if (lane == 0) {
+        below[c] = sum;
+        squares[c] = square_sum;
+      }
+    }
+  });
+  const auto tokens = static_cast<int64_t>(BlockSum(count, s));
+  double sum = 0, square_sum = 0;
+  for (int c = lane; c < cells; c += 32) {
+    sum += below[c];
+    square_sum += squares[c];
+  }
+  return {fold(sum), fold(square_sum), tokens};
+}
+
 // From the tokens that the filters leave. Called by all threads.
 template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
                                               const DrawInput& in, DrawShared& s) {
-  const Key low = LowestKept(ask, in.peak);
+  Key low = LowestKept(ask, in.peak);
+  if (SigmaIsOn(ask) && in.peak < kInfinity) {
+    const float border = SigmaBorder(ask, in.peak, AddRow(row, in.peak));
+    low = max(low, static_cast<Key>(OrderedBits(border)) << 32);
+  }
   const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
   Drawn drawn;
   if (listed.count > 0) {
