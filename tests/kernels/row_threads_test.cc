@@ -112,6 +112,7 @@ std::vector<SampleRow> LongAsks(int64_t vocab) {
       with([](SampleRow& row) { row.top_p = 0.99f, row.temperature = 3; }),
       with([](SampleRow& row) { row.min_p = 1e-3f; }),
       with([](SampleRow& row) { row.min_p = 1e-6f, row.top_p = 0.7f; }),
+      with([](SampleRow& row) { row.top_n_sigma = 2; }),
       with([](SampleRow& row) { row.top_k = 600; }),
       with([&](SampleRow& row) { row.top_k = half; }),
       with([&](SampleRow& row) { row.top_k = half, row.top_p = 0.8f, row.min_p = 1e-4f; }),

@@ -46,6 +46,11 @@ TEST(KeptTokensTest, ARowThatMayNeedAnyTokenHasNone) {
   row.min_p = 0.5f;
   row.top_p = 0.5f;
   EXPECT_EQ(KeptTokens(row), 0);
+  row = Drawn(1, 5);
+  row.top_n_sigma = 1;  // sigma is of the whole row
+  EXPECT_EQ(KeptTokens(row), 0);
+  row.temperature = 0;
+  EXPECT_EQ(KeptTokens(row), 1);
 }
 
 TEST(KeptTokensTest, EditsAndAskedIdsNeedOtherTokens) {

@@ -212,6 +212,8 @@ TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
        },
        true},
       {"list", DraftKind::kList, [](SampleRow& row) { row.min_p = 0.05f; }, false},
+      {"list with top_n_sigma", DraftKind::kList, [](SampleRow& row) { row.top_n_sigma = 1.5f; },
+       false},
       {"greedy", DraftKind::kGreedy, [](SampleRow&) {}, true},
   };
   for (const DistributionCase& c : cases) {

@@ -77,6 +77,7 @@ TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
     EXPECT_EQ(row.temperature, 1.0f);
     EXPECT_EQ(row.top_k, 0);
     EXPECT_EQ(row.top_p, 1.0f);
+    EXPECT_EQ(row.top_n_sigma, 0.0f);
     EXPECT_EQ(row.min_p, 0.0f);
     EXPECT_EQ(row.repetition, 1.0f);
     EXPECT_EQ(row.presence, 0.0f);
@@ -95,6 +96,7 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   for (float t : {0.5f, 0.0f}) request.add_temperature(t);
   for (int k : {5, 40}) request.add_top_k(k);
   for (float p : {0.9f, 0.25f}) request.add_top_p(p);
+  for (float n : {1.5f, 2.0f}) request.add_top_n_sigma(n);
   for (float p : {0.1f, 0.2f}) request.add_min_p(p);
   for (float p : {1.1f, 1.2f}) request.add_repetition_penalty(p);
   for (float p : {2.1f, 2.2f}) request.add_presence_penalty(p);
@@ -113,6 +115,8 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[1].temperature, 0.0f);
   EXPECT_EQ(rows[1].top_k, 40);
   EXPECT_EQ(rows[0].top_p, 0.9f);
+  EXPECT_EQ(rows[0].top_n_sigma, 1.5f);
+  EXPECT_EQ(rows[1].top_n_sigma, 2.0f);
   EXPECT_EQ(rows[1].min_p, 0.2f);
   EXPECT_EQ(rows[0].repetition, 1.1f);
   EXPECT_EQ(rows[1].presence, 2.2f);
@@ -278,6 +282,12 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
     {"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
      "top_k: got -2 at row 0, allowed -1 or more"},
     {"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
+    {"top_n_sigma_negative", [](R r) { r->add_top_n_sigma(-1); },
+     "top_n_sigma: got -1 at row 0, allowed finite and >= 0"},
+    {"top_n_sigma_nan", [](R r) { r->add_top_n_sigma(std::nanf("")); },
+     "top_n_sigma: got nan at row 0, allowed finite and >= 0"},
+    {"top_n_sigma_inf", [](R r) { r->add_top_n_sigma(INFINITY); },
+     "top_n_sigma: got inf at row 0, allowed finite and >= 0"},
     {"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
     {"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
     {"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},

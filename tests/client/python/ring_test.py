@@ -27,7 +27,7 @@ ROWS, VOCAB = 5, 1003
 SAMPLED = {  # parameters of sample that each use another part of the request or the answer
     "greedy": dict(temperature=0),
     "per_row": dict(seed=[1, 2, 3, 4, 2**64 - 1], position=[0, 1, 2, 3, 2**63], temperature=[0, 0.5, 1, 1.5, 2]),
-    "filters": dict(seed=3, top_k=[0, 1, 10, 500, VOCAB], top_p=0.9, min_p=0.01),
+    "filters": dict(seed=3, top_k=[0, 1, 10, 500, VOCAB], top_p=0.9, min_p=0.01, top_n_sigma=[0, 1, 2, 3, 1e30]),
     "top_k_of_all": dict(seed=3, top_k=[-1, 0, VOCAB, VOCAB + 1, 2**31 - 1], logprob_mode="processed"),
     "penalties": dict(
         seed=4,
