@@ -21,12 +21,12 @@ struct SampleBias {
 // 32-bit words of one row's allowed-token mask.
 constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 
-// Draws one token for every row of `logits`, by the steps of kernels/sampling_rules.h, which says what
-// a row's parameters mean.
+// Draws one token for every row of `logits`, by the steps of kernels/sampling_rules.h, which says
+// what a row's parameters mean.
 //
 // Log-probabilities. Raw: x_i - logsumexp(x) of the row as sent. Processed: of the distribution
-// that the token is drawn from; -inf outside the support; 0 for the token of a greedy row. Several +inf
-// share probability. The top tokens are the first top_logprobs by (logit descending, index
+// that the token is drawn from; -inf outside the support; 0 for the token of a greedy row. Several
+// +inf share probability. The top tokens are the first top_logprobs by (logit descending, index
 // ascending) of the mode's logits (kRaw: as sent; kProcessed: after the edits). They include tokens
 // outside the support, with -inf. The rank is 1 + the number of tokens before the drawn one in that
 // order, and 0 for a row that does not want it.
@@ -81,8 +81,9 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
   return args;
 }
 
-// Writes the answers of row r, which asks for `ask`, where no token is drawn: token -1, rank 0, ids -1,
-// log-probabilities -inf; its logsumexp is the caller's. By `threads` threads, of which this is one.
+// Writes the answers of row r, which asks for `ask`, where no token is drawn: token -1, rank 0, ids
+// -1, log-probabilities -inf; its logsumexp is the caller's. By `threads` threads, of which this is
+// one.
 constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, RowStatus status,
                       int thread = 0, int threads = 1) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();

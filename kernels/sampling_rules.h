@@ -1,6 +1,6 @@
 // The meaning of sampling parameters: names, defaults and ranges, the steps of a row in order, and
-// the arithmetic on which all backends must agree. Host and device include this file; draw.h has the
-// random numbers and the integer weights.
+// the arithmetic on which all backends must agree. Host and device include this file; draw.h has
+// the random numbers and the integer weights.
 #ifndef LOGITD_KERNELS_SAMPLING_RULES_H_
 #define LOGITD_KERNELS_SAMPLING_RULES_H_
 
@@ -109,15 +109,16 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // on, else the sum over the row by cells (below) times 2^43. An unfiltered row is drawn in two
 // steps. Cells are 1024 tokens, counted from token 0, each with its maximum m_c and s_c = sum
 // exp((x - m_c) / temperature). P_c is the prefix sum of s_c exp((m_c - max x) / temperature) in
-// double, P the last one, and u the upper 53 of the 64 bits as a fraction. The cell is the first one
-// with P_c > u P. Inside it, the weights are integers relative to m_c, and the target is floor((u P
-// - P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
+// double, P the last one, and u the upper 53 of the 64 bits as a fraction. The cell is the first
+// one with P_c > u P. Inside it, the weights are integers relative to m_c, and the target is
+// floor((u P - P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
 //
-// sigma = sqrt(Q / n - (D / n)^2), of n tokens above -inf, with D the sum of d_i = max x - x_i and Q
-// that of d_i^2, in double, every operation rounded. Sums are in one order: by 32 sums, of which sum
-// j adds up the numbers j, j + 32, j + 64 and so on; then sum j + 16 is added to sum j for j < 16, then
-// j + 8 for j < 8, and so on. First the d of a cell, then the cells. Source: Tang et al., Top-n-sigma:
-// not all logits are you need, arXiv:2411.07641.
+// sigma = sqrt(Q / n - (D / n)^2), of n tokens above -inf, with D the sum of d_i = max x - x_i and
+// Q that of d_i^2, in double. Every operation rounds; in Q / n - (D / n)^2 and in max x - n sigma
+// the product does not. Sums are in one order: by 32 sums, of which sum j adds up the numbers j, j
+// + 32, j + 64 and so on; then sum j + 16 is added to sum j for j < 16, then j + 8 for j < 8, and
+// so on. First the d of a cell, then the cells. Source: Tang et al., Top-n-sigma: not all logits
+// are you need, arXiv:2411.07641.
 
 // ---- what is on --------------------------------------------------------------------------------
 
@@ -169,8 +170,8 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
 // report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits and without ids
 // whose log-probability is wanted, which is greedy or has a top_k of at most kMaxTopLogprobs and no
-// top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the
-// row may need others too.
+// top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
+// the row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
   const bool few =
       IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs && !SigmaIsOn(ask));
@@ -261,8 +262,8 @@ constexpr float SigmaBorder(const SampleRow& ask, float max, const SigmaSums& ro
 
 // ---- log-probabilities --------------------------------------------------------------------------
 
-// The log-probability of logit x in a support whose largest logit is `max`, and `log_sum` the logarithm of its sum of
-// exp((x - max) / temperature); where max is +inf, of the number of +inf.
+// The log-probability of logit x in a support whose largest logit is `max`. `log_sum` is the
+// logarithm of its sum of exp((x - max) / temperature); where max is +inf, of the number of +inf.
 constexpr double LogprobOf(float x, float max, double temperature, double log_sum) {
   constexpr double kInfinite = std::numeric_limits<double>::infinity();
   if (max == std::numeric_limits<float>::infinity()) return x == max ? -log_sum : -kInfinite;

@@ -1,7 +1,7 @@
 // sample, filter: the tokens that the filters leave of a row, as a list with weights.
 //
-// The tokens of a small top_k, and the first 256 for a top_p that needs no more, come sorted from the
-// sketch. Otherwise all tokens that may be left are listed, and histograms find the last one.
+// The tokens of a small top_k, and the first 256 for a top_p that needs no more, come sorted from
+// the sketch. Otherwise all tokens that may be left are listed, and histograms find the last one.
 #if defined(LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_
 #undef LOGITD_KERNELS_CPU_SAMPLING_FILTER_INL_H_
