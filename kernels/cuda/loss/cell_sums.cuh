@@ -144,25 +144,37 @@ __device__ inline CellSums CappedLaneSums(const LaneCell<T>& x, float lane_max, 
           .before = 0};
 }
 
-// A lane's statistics of a cell under a mild softcap, without tanhf. They are relative to a value
-// near the maximum: NearMax(), at most 2^61 below or above in powers. The first `count` elements of the
-// cell are in the row; the others are -inf.
+// A lane's sums of a cell under a mild softcap, without tanhf; kAll: also the weighted one and the
+// total. They are relative to a value near the maximum: NearMax(), at most 2^61 below or above in
+// powers. The first `count` elements of the cell are in the row; the others are -inf.
 __device__ inline float NearMax(const CappedPowers& powers, float max) {
   return fminf(fmaxf(__fmul_rn(max, powers.inverse), -1.0f), 1.0f);
 }
-template <class T>
-__device__ inline Stats MildlyCappedStats(const LaneCell<T>& x, float lane_max,
-                                          const CappedPowers& powers, float log2e_over_temperature,
-                                          int count, int lane) {
+// The sum of values, times kTotalUnit, from that of their `count` powers.
+__device__ inline float TotalOfPowers(float sum, int count, float near_max,
+                                      float log2e_over_temperature) {
+  return __fmul_rn(fmaf(near_max, static_cast<float>(count), sum / log2e_over_temperature),
+                   kTotalUnit);
+}
+template <bool kAll, class T>
+__device__ inline CellSums MildlyCappedSums(const LaneCell<T>& x, float lane_max,
+                                            const CappedPowers& powers,
+                                            float log2e_over_temperature, int count, int lane) {
   const float near_max = NearMax(powers, lane_max);
   const float shift = -__fmul_rn(near_max, log2e_over_temperature);
-  float sums[kSums];
-#pragma unroll
-  for (float& sum : sums) sum = 0.0f;
+  float sums[kSums] = {}, weighted[kSums] = {}, totals[kSums] = {};
+  const auto add = [&](int e, float power) {
+    const float weight = Exp2(power);
+    sums[e / kSumElements] += weight;
+    if constexpr (kAll) {
+      weighted[e / kSumElements] = fmaf(weight, power, weighted[e / kSumElements]);
+      totals[e / kSumElements] += power;
+    }
+  };
+  int in_row = kLaneElements;
   if (count >= kCell) {
     const float reach = fmaxf(fabsf(lane_max), fabsf(LaneMin(x)));
-    powers.Each<true>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count,
-                      [&](int e, float power) { sums[e / kSumElements] += Exp2(power); });
+    powers.Each<true>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count, add);
   } else {
     // Of at most a quarter the same way for all, as row_tails.cuh does. A lane that has no number of
     // them leaves the reach to others.
@@ -172,12 +184,17 @@ __device__ inline Stats MildlyCappedStats(const LaneCell<T>& x, float lane_max,
       const bool none = lane_max == -kInfinity && min == kInfinity;
       reach = none ? 0.0f : fmaxf(fabsf(lane_max), fabsf(min));
     }
+    in_row = __popc(ValidElements<T>(count, lane));
     powers.Each<false>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count,
                        [&](int e, float power) {
-                         if (IsAmong<T>(count, lane, e)) sums[e / kSumElements] += Exp2(power);
+                         if (IsAmong<T>(count, lane, e)) add(e, power);
                        });
   }
-  return {near_max, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+  const auto sum = [](const float(&of)[kSums]) { return (of[0] + of[1]) + (of[2] + of[3]); };
+  return {.stats = {near_max, sum(sums)},
+          .weighted = sum(weighted),
+          .total = kAll ? TotalOfPowers(sum(totals), in_row, near_max, log2e_over_temperature) : 0,
+          .before = 0};
 }
 
 // A lane's statistics of a cell, with the bits of LaneStats, and its sum of e log2(e). `count` is
@@ -319,13 +336,19 @@ struct CellAsk {
 
 // How a row's cells are summed. Each way is a loop of its own: together they would cost the plain
 // one registers.
-enum class Summing { kPlain, kWithRankOrTotal, kWeighted, kMildlyCapped, kCapped };
+enum class Summing {
+  kPlain,
+  kWithRankOrTotal,
+  kWeighted,
+  kMildlyCapped,     // a softcap, neither entropy nor smoothing
+  kMildlyCappedAll,  // with them
+  kCapped,           // an extreme softcap
+};
 
 __device__ inline Summing SummingOf(const CellAsk& ask) {
   if (ask.softcap > 0) {
-    return !ask.weighted && !ask.total && IsMildSoftcap(ask.softcap, ask.log2e_over_temperature)
-               ? Summing::kMildlyCapped
-               : Summing::kCapped;
+    if (!IsMildSoftcap(ask.softcap, ask.log2e_over_temperature)) return Summing::kCapped;
+    return ask.weighted || ask.total ? Summing::kMildlyCappedAll : Summing::kMildlyCapped;
   }
   if (ask.weighted) return Summing::kWeighted;
   return ask.total || ask.target >= 0 ? Summing::kWithRankOrTotal : Summing::kPlain;
@@ -352,19 +375,21 @@ __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const C
     sums.stats = merge(of_lane.stats);
     sums.weighted = merge_weighted(of_lane.stats, of_lane.weighted, sums.stats);
   } else {
-    if constexpr (kSumming == Summing::kMildlyCapped) {
-      sums.stats = merge(MildlyCappedStats(x, lane_max,
-                                           CappedPowers::Of(ask.softcap, log2e_over_temperature),
-                                           log2e_over_temperature, end - first, lane));
-    } else {
+    if constexpr (kSumming == Summing::kCapped) {
       const uint32_t valid = ValidElements<T>(end - first, lane);
       sums =
           CappedLaneSums(x, lane_max, Cap::Of(ask.softcap), log2e_over_temperature, valid, count);
-      const Stats stats = merge(sums.stats);
+    } else {
+      sums = MildlyCappedSums<kSumming == Summing::kMildlyCappedAll>(
+          x, lane_max, CappedPowers::Of(ask.softcap, log2e_over_temperature),
+          log2e_over_temperature, end - first, lane);
+    }
+    const Stats stats = merge(sums.stats);
+    if constexpr (kSumming != Summing::kMildlyCapped) {
       sums.weighted = merge_weighted(sums.stats, sums.weighted, stats);
       sums.total = WarpSum(sums.total);
-      sums.stats = stats;
     }
+    sums.stats = stats;
   }
   if constexpr (kSumming == Summing::kWithRankOrTotal || kSumming == Summing::kWeighted) {
     if (ask.total) sums.total = TotalOf(x, end - first, lane);

@@ -157,6 +157,8 @@ __device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, 
       return ReadCellsBy<Summing::kWeighted>(stream, ask, end, cells, sketch);
     case Summing::kMildlyCapped:
       return ReadCellsBy<Summing::kMildlyCapped>(stream, ask, end, cells, sketch);
+    case Summing::kMildlyCappedAll:
+      return ReadCellsBy<Summing::kMildlyCappedAll>(stream, ask, end, cells, sketch);
     case Summing::kCapped:
       return ReadCellsBy<Summing::kCapped>(stream, ask, end, cells, sketch);
   }
@@ -383,6 +385,8 @@ __device__ inline CellSums SumCellOf(Summing summing, const LaneCell<T>& x, cons
       return SumCell<Summing::kWeighted, T, true>(x, lane_max, ask, first, end, lane);
     case Summing::kMildlyCapped:
       return SumCell<Summing::kMildlyCapped, T, true>(x, lane_max, ask, first, end, lane);
+    case Summing::kMildlyCappedAll:
+      return SumCell<Summing::kMildlyCappedAll, T, true>(x, lane_max, ask, first, end, lane);
     case Summing::kCapped:
       return SumCell<Summing::kCapped, T, true>(x, lane_max, ask, first, end, lane);
   }
@@ -478,7 +482,7 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
 
   // f32 rows, limited by HBM, gain nothing from tails. With few rows the latency of tails is longer than
   // what a last cell takes without a softcap.
-  const bool capped = own_summing == Summing::kMildlyCapped || own_summing == Summing::kCapped;
+  const bool capped = has_row && own.softcap > 0;
   const bool with_tails =
       sizeof(T) == 2 && (rows >= kRowsWorthTails || __any_sync(kFullWarp, capped));
   const int tail = with_tails ? TailOf<T>(vocab) : 0;

@@ -311,6 +311,8 @@ __device__ inline void VisitSumming(Summing summing, const Sum& sum) {
       return sum(std::integral_constant<Summing, Summing::kWeighted>());
     case Summing::kMildlyCapped:
       return sum(std::integral_constant<Summing, Summing::kMildlyCapped>());
+    case Summing::kMildlyCappedAll:
+      return sum(std::integral_constant<Summing, Summing::kMildlyCappedAll>());
     case Summing::kCapped:
       return sum(std::integral_constant<Summing, Summing::kCapped>());
   }

@@ -25,38 +25,43 @@ __host__ __device__ constexpr int TailOf(int vocab) {
 template <class T>
 __device__ inline CellSums LaneTailSums(Summing summing, const CellAsk& ask,
                                         const float (&x)[kVector<T>], int count) {
-  float max = -kInfinity;
+  float lane_max = -kInfinity;
 #pragma unroll
   for (int e = 0; e < kVector<T>; ++e) {
-    if (e < count) max = fmaxf(max, x[e]);
+    if (e < count) lane_max = fmaxf(lane_max, x[e]);
   }
   CellSums sums{};
-  const auto add_each = [&](auto power_of) {
-#pragma unroll
-    for (int e = 0; e < kVector<T>; ++e) {
-      if (e >= count) continue;
-      const float power = MaxOrNan(power_of(x[e]), kLeastPower);
-      const float weight = Exp2(power);
-      sums.stats.sum += weight;
-      sums.weighted = fmaf(weight, power, sums.weighted);
-    }
+  const auto add = [&](float power) {
+    const float weight = Exp2(power);
+    sums.stats.sum += weight;
+    sums.weighted = fmaf(weight, power, sums.weighted);
   };
-  if (summing == Summing::kMildlyCapped) {
+  if (summing == Summing::kMildlyCapped || summing == Summing::kMildlyCappedAll) {
     const auto powers = CappedPowers::Of(ask.softcap, ask.log2e_over_temperature);
-    const auto power = CappedPowers::OfAny::Of(powers);
-    sums.stats.max = NearMax(powers, max);
+    const auto powers_of = CappedPowers::OfAny::Of(powers);
+    sums.stats.max = NearMax(powers, lane_max);
     const float shift = -__fmul_rn(sums.stats.max, ask.log2e_over_temperature);
-    add_each([&](float logit) { return power(logit, shift); });
+#pragma unroll
+    for (int e = 0; e < kVector<T>; e += 2) {
+      const float2 two = powers_of(x[e], x[e + 1], shift);
+      if (e < count) add(two.x), sums.total += two.x;
+      if (e + 1 < count) add(two.y), sums.total += two.y;
+    }
+    sums.total = TotalOfPowers(sums.total, max(0, min(count, kVector<T>)), sums.stats.max,
+                               ask.log2e_over_temperature);
     return sums;
   }
   const Cap cap = Cap::Of(summing == Summing::kCapped ? ask.softcap : 0.0f);
   const auto value_of = [&](float logit) {
     return cap.on() ? CappedValue(cap, logit, sums.stats.max) : logit;
   };
-  sums.stats.max = cap(max);
+  sums.stats.max = cap(lane_max);
   const Exponential exponential(sums.stats.max == -kInfinity ? 0.0f : sums.stats.max,
                                 ask.log2e_over_temperature);
-  add_each([&](float logit) { return Power(exponential, value_of(logit)); });
+#pragma unroll
+  for (int e = 0; e < kVector<T>; ++e) {
+    if (e < count) add(MaxOrNan(Power(exponential, value_of(x[e])), kLeastPower));
+  }
 #pragma unroll
   for (int e = 0; e < kVector<T>; ++e) {
     if (e < count) sums.total = fmaf(value_of(x[e]), kTotalUnit, sums.total);
@@ -78,7 +83,7 @@ __device__ inline CellSums MergeTail(Summing summing, const CellAsk& ask, const 
   for (int offset = lanes / 2; offset > 0; offset /= 2)
     max = ::max(max, __shfl_xor_sync(kFullWarp, max, offset));
   const Exponential exponential(FromOrderedBits(max), ask.log2e_over_temperature);
-  const bool capped = summing == Summing::kCapped;
+  const bool capped = summing == Summing::kCapped || summing == Summing::kMildlyCappedAll;
   const bool weighted = capped || summing == Summing::kWeighted;
   const bool total = capped || (ask.total && summing != Summing::kMildlyCapped);
   const float reweighted = Reweighted(exponential, part.stats, part.weighted);

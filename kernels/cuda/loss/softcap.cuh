@@ -1,10 +1,10 @@
-// softcap * tanh(logit / softcap) without tanhf: odd polynomials near 0, a quotient of two of them
-// up to where tanh is 1. The row's factors are in the coefficients, so that the logit itself is the
+// softcap * tanh(logit / softcap) without tanhf: odd polynomials near 0, quotients of two of them up
+// to where tanh is 1. The row's factors are in the coefficients, so that the logit itself is the
 // variable.
 //
 // tanhf takes two branches and 20 instructions. The polynomials, in u * u, were fitted to tanh(u) / u
 // by the Remez exchange. Their relative errors before rounding are 2^-26 for TanhNearest, 2^-28 for
-// TanhNear and TanhMiddle, and 2^-23.8 for the quotient, TanhFar.
+// TanhNear, 2^-25 and 2^-23.8 for the quotients TanhWide and TanhFar.
 #ifndef LOGITD_KERNELS_CUDA_LOSS_SOFTCAP_CUH_
 #define LOGITD_KERNELS_CUDA_LOSS_SOFTCAP_CUH_
 
@@ -63,12 +63,13 @@ struct TanhNear {
              -0.053768704705913242f, 0.020753628893482098f, -0.005852168662304591f}};
   }
 };
-struct TanhMiddle {
-  static constexpr float kReach = 1.0f;
-  __device__ static constexpr EvenPolynomial<8> Over() {
-    return {{0.9999999957776926f, -0.33333278673691896f, 0.13332159677151203f,
-             -0.053870912980645674f, 0.021464820838550561f, -0.0079174453256097479f,
-             0.0022822300310561331f, -0.00035334563555669778f}};
+struct TanhWide {
+  static constexpr float kReach = 1.75f;
+  __device__ static constexpr EvenPolynomial<3> Over() {
+    return {{0.99999997598075798f, 0.10992611160025732f, 0.00098459243731313149f}};
+  }
+  __device__ static constexpr EvenPolynomial<3> Under() {
+    return {{1.0f, 0.4432589305353623f, 0.015406023464366106f}};
   }
 };
 // At its reach tanh is 1 - 2^-24.
@@ -155,55 +156,74 @@ struct CappedPowers {
   template <bool kWhole, class T, class Take>
   __device__ void Each(const LaneCell<T>& x, float reach, float shift, int count, Take take) const {
     if (reach <= __fmul_rn(softcap, TanhNearest::kReach)) {
-      EachBy<kWhole>(x, Within<TanhNearest>::Of(*this), shift, count, take);
+      EachBy<kWhole>(x, Polynomial<TanhNearest>::Of(*this), shift, count, take);
     } else if (reach <= __fmul_rn(softcap, TanhNear::kReach)) {
-      EachBy<kWhole>(x, Within<TanhNear>::Of(*this), shift, count, take);
-    } else if (reach <= __fmul_rn(softcap, TanhMiddle::kReach)) {
-      EachBy<kWhole>(x, Within<TanhMiddle>::Of(*this), shift, count, take);
+      EachBy<kWhole>(x, Polynomial<TanhNear>::Of(*this), shift, count, take);
+    } else if (kWhole && reach <= __fmul_rn(softcap, TanhWide::kReach)) {
+      EachBy<kWhole>(x, Quotient<TanhWide>::Of(*this), shift, count, take);
     } else {
       EachBy<kWhole>(x, OfAny::Of(*this), shift, count, take);
     }
   }
 
-  // The power of any logit.
+  // The powers of two logits within the reach of `Tanh`, which share the time of a reciprocal: both
+  // must be within it.
+  template <class Tanh>
+  struct Quotient {
+    decltype(Tanh::Over()) over;
+    decltype(Tanh::Under()) under;
+
+    __device__ static Quotient Of(const CappedPowers& of) {
+      return {Tanh::Over().Scaled(of.lead, of.square), Tanh::Under().Scaled(1.0f, of.square)};
+    }
+    __device__ float2 operator()(float x, float y, float shift) const {
+      const float xx = __fmul_rn(x, x), yy = __fmul_rn(y, y);
+      const float under_x = under.At(xx), under_y = under.At(yy);
+      const float inverse = Reciprocal(__fmul_rn(under_x, under_y));
+      const float over_x = __fmul_rn(x, over.At(xx)), over_y = __fmul_rn(y, over.At(yy));
+      return {fmaf(__fmul_rn(over_x, under_y), inverse, shift),
+              fmaf(__fmul_rn(over_y, under_x), inverse, shift)};
+    }
+  };
+  // The powers of any two logits.
   struct OfAny {
     float most;
-    EvenPolynomial<5> over;
-    EvenPolynomial<5> under;
+    Quotient<TanhFar> quotient;
 
     __device__ static OfAny Of(const CappedPowers& of) {
-      return {__fmul_rn(of.softcap, TanhFar::kReach), TanhFar::Over().Scaled(of.lead, of.square),
-              TanhFar::Under().Scaled(1.0f, of.square)};
+      return {__fmul_rn(of.softcap, TanhFar::kReach), Quotient<TanhFar>::Of(of)};
     }
-    __device__ float operator()(float x, float shift) const {
-      const float logit = MinOrNan(MaxOrNan(x, -most), most);
-      const float squared = __fmul_rn(logit, logit);
-      return fmaf(__fmul_rn(logit, over.At(squared)), Reciprocal(under.At(squared)), shift);
+    __device__ float2 operator()(float x, float y, float shift) const {
+      return quotient(MinOrNan(MaxOrNan(x, -most), most), MinOrNan(MaxOrNan(y, -most), most),
+                      shift);
     }
   };
 
  private:
-  // The power of a logit within the reach of `Tanh`.
   template <class Tanh>
-  struct Within {
+  struct Polynomial {
     decltype(Tanh::Over()) over;
 
-    __device__ static Within Of(const CappedPowers& of) {
+    __device__ static Polynomial Of(const CappedPowers& of) {
       return {Tanh::Over().Scaled(of.lead, of.square)};
     }
-    __device__ float operator()(float x, float shift) const {
-      return fmaf(x, over.At(__fmul_rn(x, x)), shift);
+    __device__ float2 operator()(float x, float y, float shift) const {
+      return {fmaf(x, over.At(__fmul_rn(x, x)), shift), fmaf(y, over.At(__fmul_rn(y, y)), shift)};
     }
   };
 
-  template <bool kWhole, class T, class Power, class Take>
-  __device__ void EachBy(const LaneCell<T>& x, const Power& power, float shift, int count,
+  template <bool kWhole, class T, class Powers, class Take>
+  __device__ void EachBy(const LaneCell<T>& x, const Powers& powers, float shift, int count,
                          Take take) const {
 #pragma unroll
     for (int q = 0; q < kSums; ++q) {
       if (!kWhole && count <= q * kQuarter) break;
 #pragma unroll
-      for (int e = q * kSumElements; e < (q + 1) * kSumElements; ++e) take(e, power(x[e], shift));
+      for (int e = q * kSumElements; e < (q + 1) * kSumElements; e += 2) {
+        const float2 two = powers(x[e], x[e + 1], shift);
+        take(e, two.x);
+        take(e + 1, two.y);
+      }
     }
   }
 };
