@@ -44,6 +44,12 @@ struct CrossEntropyRow {
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
 
+// Whether a row is ignored and asks for nothing but its loss, which is 0.
+constexpr bool AsksForNothing(const CrossEntropyRow& row) {
+  return row.target == kIgnoredTarget && row.want == 0 && row.top_logprobs == 0 &&
+         row.extra_count == 0;
+}
+
 inline constexpr ParamRange kSmoothings = {.low = 0, .high = 1, .names = "torch, megatron"};
 inline constexpr ParamRange kBelowOne = {.low = 0, .high = 1, .below_high = true};
 // The parameters of a row: name on the wire, member, default, allowed range.
@@ -81,7 +87,7 @@ struct CrossEntropyAnswers {
 // 1 + the number of tokens before the target by (logit descending, index ascending): -0 equals +0,
 // and the logits are compared as sent, before softcap and temperature. Top tokens are the first
 // top_logprobs in that order. An ignored row has loss 0, target_logprob 0 and rank 0; its other
-// answers are those of any row.
+// answers are those of any row, unless counted_rows says that they are not wanted.
 //
 // -inf has probability 0. As a target its loss is +inf; with smoothing a row that has one has loss
 // +inf whatever the target. +inf counts as certain: n of them have probability 1/n each and all
@@ -112,8 +118,25 @@ struct CrossEntropyArgs {
   int32_t want = kWantRank | kWantEntropy;
   int32_t max_top_logprobs = kMaxTopLogprobs;
   int32_t max_extra_ids = kMaxExtraIds;
+  // -1: every active row has all its answers. Else rows for which AsksForNothing() are left out:
+  // whatever their input holds, their status is kOk and their loss, logsumexp and other answers are 0.
+  // Then it is the number of the other active rows, which the host knows, or more, and ops on hidden
+  // states may multiply only so many. With fewer than there are, answers are unspecified. Other rows
+  // have the bits they always have.
+  int64_t counted_rows = -1;
   CrossEntropyAnswers answers;
 };
+
+// Whether a row is left out, and the answers it then has.
+constexpr bool IsLeftOut(const CrossEntropyArgs& args, const CrossEntropyRow& row) {
+  return args.counted_rows >= 0 && AsksForNothing(row);
+}
+constexpr void AnswerLeftOut(const CrossEntropyAnswers& to, int64_t r) {
+  to.loss[r] = to.logsumexp[r] = to.target_logprob[r] = 0;
+  if (to.rank != nullptr) to.rank[r] = 0;
+  if (to.entropy != nullptr) to.entropy[r] = 0;
+  to.status[r] = {};
+}
 
 // The arguments of the rows from `first` on. The logits stay as they are.
 inline CrossEntropyArgs RowsFrom(CrossEntropyArgs args, int64_t first) {

@@ -55,7 +55,8 @@ inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t
 // a whole. d_hidden = scale G weight, d_weight = scale G^T hidden, d_bias = sum over rows of G.
 // Sums are fp32; blocks of G may be rounded to the weight's dtype before the products, and 16-bit
 // results are rounded once more. The head has no norm. A row of d_hidden has bits of its own;
-// d_weight and d_bias sum over rows, in an order fixed by the number of rows.
+// d_weight and d_bias sum over rows, in an order fixed by the number of rows, or where counted_rows is
+// not -1 by which rows are counted.
 //
 // Ignored and skipped rows add nothing; d_hidden of an ignored row is zeros, of a skipped row it is
 // not written. A row whose logsumexp is not finite makes its d_hidden, and all d_weight and d_bias,
@@ -69,6 +70,7 @@ struct LinearCrossEntropyBackwardArgs {
   MutableTensorView d_hidden;             // [rows, hidden], the weight's dtype or f32
   MutableTensorView d_weight;             // [vocab, hidden], the weight's dtype or f32
   float* d_bias = nullptr;                // [vocab], or null: not wanted
+  int64_t counted_rows = -1;              // as in CrossEntropyArgs
 };
 
 // linear_cross_entropy, then its backward with the logsumexp just written, in one call that may
@@ -89,8 +91,11 @@ struct LinearCrossEntropyTrainingArgs {
   LinearCrossEntropyArgs Forward() const {
     return {.hidden = gradient.hidden,
             .head = gradient.head,
-            .cross_entropy = {
-                .rows = gradient.rows, .want = 0, .max_top_logprobs = 0, .answers = answers}};
+            .cross_entropy = {.rows = gradient.rows,
+                              .want = 0,
+                              .max_top_logprobs = 0,
+                              .counted_rows = gradient.counted_rows,
+                              .answers = answers}};
   }
   LinearCrossEntropyBackwardArgs Backward() const {
     LinearCrossEntropyBackwardArgs args = gradient;

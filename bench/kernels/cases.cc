@@ -75,18 +75,20 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
           .status = arrays.Room<RowStatus>(c.rows)};
 }
 
-CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c) {
+CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c, int64_t ignored = 0) {
   std::mt19937_64 random(1);
   std::vector<CrossEntropyRow> rows(c.rows, c.row);
   for (int64_t i = 0; i < c.rows; ++i) {
     rows[i].target = static_cast<int32_t>(random() % static_cast<uint64_t>(c.vocab));
     rows[i].first_top_entry = i * c.row.top_logprobs;
+    if ((i + 1) * ignored / c.rows > i * ignored / c.rows) rows[i].target = kIgnoredTarget;
   }
   return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
           .rows = arrays.Put(rows),
           .want = c.row.want,
           .max_top_logprobs = c.row.top_logprobs,
           .max_extra_ids = 0,
+          .counted_rows = ignored > 0 ? c.rows - ignored : -1,
           .answers = {.loss = arrays.Room<float>(c.rows),
                       .logsumexp = arrays.Room<float>(c.rows),
                       .target_logprob = arrays.Room<float>(c.rows),
@@ -210,8 +212,12 @@ absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Input
 
 absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {
   Arrays arrays(device);
+  // The device's normals are one sequence, which is the weights too: from half a row on, no state is a
+  // token's weights, whose logit would be far above all others.
+  std::byte* const states = arrays.Normals(c.dtype, (c.rows + 1) * c.hidden);
+  const auto half = static_cast<size_t>(c.hidden / 2) * SizeOf(c.dtype);
   const TensorView hidden =
-      View(arrays.Normals(c.dtype, c.rows * c.hidden), c.dtype, c.rows, c.hidden);
+      View(states == nullptr ? nullptr : states + half, c.dtype, c.rows, c.hidden);
   // Small enough that the logits are a model's.
   HeadView head = {.weight = View(nullptr, c.dtype, c.vocab, c.hidden),
                    .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
@@ -239,7 +245,8 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
   }
   const CrossEntropyArgs loss = ArgsOf(
       arrays,
-      CrossEntropyCase{.rows = c.rows, .vocab = c.vocab, .row = {.active = 1, .temperature = 1}});
+      CrossEntropyCase{.rows = c.rows, .vocab = c.vocab, .row = {.active = 1, .temperature = 1}},
+      c.ignored);
   if (c.op == HeadOp::kCrossEntropy)
     return time([&] { return device.Run(LinearCrossEntropyArgs{hidden, head, loss}); });
   const auto tensor = [&](int64_t rows, int64_t cols) {
@@ -253,7 +260,8 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
                    .upstream =
                        arrays.Put(std::vector<float>(c.rows, 1 / static_cast<float>(c.rows))),
                    .d_hidden = tensor(c.rows, c.hidden),
-                   .d_weight = tensor(c.vocab, c.hidden)},
+                   .d_weight = tensor(c.vocab, c.hidden),
+                   .counted_rows = loss.counted_rows},
       .answers = loss.answers};
   return time([&] {
     training.gradient.head = head;

@@ -82,6 +82,7 @@ struct HeadCase {
   int64_t hidden;
   int64_t vocab;
   DType dtype;
+  int64_t ignored = 0;  // rows of losses and training whose target is ignored, here and there
 
   double FloorBytes() const { return TensorBytes(vocab, hidden, dtype); }
 };

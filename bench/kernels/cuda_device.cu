@@ -192,9 +192,15 @@ class CudaDevice final : public Device {
     return RunLinear(&cuda::LinearCrossEntropy, args, scratch_);
   }
   absl::Status Run(const LinearCrossEntropyTrainingArgs& args) override {
-    // Training has a goal of memory too: 300 MiB besides the gradients.
+    // Training has a goal of memory too: 300 MiB besides the gradients, and 16 bits for every logit
+    // that d_weight has no room for.
+    const LinearCrossEntropyBackwardArgs& of = args.gradient;
+    const int64_t logits = of.hidden.rows * of.head.vocab() * 2;
+    const int64_t room =
+        of.d_weight.rows * of.d_weight.cols * static_cast<int64_t>(SizeOf(of.d_weight.dtype));
     cuda::Scratch lean = scratch_;
-    lean.bytes = std::min(lean.bytes, size_t{290} << 20);
+    lean.bytes = std::min(
+        lean.bytes, (size_t{290} << 20) + static_cast<size_t>(std::max<int64_t>(0, logits - room)));
     return RunLinear(&cuda::LinearCrossEntropyTraining, args, lean);
   }
 

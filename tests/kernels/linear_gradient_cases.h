@@ -339,9 +339,9 @@ inline std::vector<LinearCase> LinearTrainingCases() {
   for (const Shape& shape : {Shape{1, 1, 64}, Shape{33, 256, 64}, Shape{64, 257, 64},
                              Shape{65, 300, 64}, Shape{150, 300, 96}, Shape{50, 1000, 256},
                              Shape{300, 515, 512}, Shape{9, 5000, 1024}, Shape{9, 40000, 64}}) {
-    for (int i = 0; i < 2; ++i) {
-      cases.push_back({DType::kBF16, shape.rows, shape.vocab, shape.hidden, false, false, 0,
-                       static_cast<int64_t>(n % 3), ++n});
+    for (int i = 0; i < 4; ++i) {
+      cases.push_back({i < 2 ? DType::kBF16 : DType::kF16, shape.rows, shape.vocab, shape.hidden,
+                       false, false, 0, static_cast<int64_t>(n % 3), ++n});
     }
   }
   return cases;
@@ -413,17 +413,21 @@ inline std::string FirstShiftedTrainingDifference(OpRunner& runner, const Linear
 }
 inline std::vector<LinearCase> ShiftedTrainingCases() {
   std::vector<LinearCase> cases;
-  for (uint64_t seed = 1; seed <= 4; ++seed) {
-    cases.push_back({.dtype = DType::kBF16, .rows = 70, .vocab = 900, .hidden = 72, .seed = seed});
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    cases.push_back({.dtype = seed <= 4 ? DType::kBF16 : DType::kF16,
+                     .rows = 70,
+                     .vocab = 900,
+                     .hidden = 72,
+                     .seed = seed});
   }
   return cases;
 }
 
 // "" where a NaN shows only in its row and in sums over rows, its position is reported, and a row
 // has the same bits in its own call.
-inline std::string BrokenTrainingIsolation(OpRunner& runner) {
+inline std::string BrokenTrainingIsolation(OpRunner& runner, const DType& dtype) {
   // More rows than one product is chosen for, and as many as the gradients of the weights hold.
-  const LinearCase c{.dtype = DType::kBF16, .rows = 190, .vocab = 40000, .hidden = 192, .seed = 9};
+  const LinearCase c{.dtype = dtype, .rows = 190, .vocab = 40000, .hidden = 192, .seed = 9};
   const LinearInput input = RandomTensors(c);
   LinearBackwardCall call{.hidden = input.hidden,
                           .head = input.head,
@@ -510,6 +514,76 @@ inline std::string BrokenTrainingIsolation(OpRunner& runner) {
   return "";
 }
 
+inline std::vector<DType> SixteenBitTypes() { return {DType::kBF16, DType::kF16}; }
+
+// ---- Rows that are left out
+
+// "" where rows that ask for nothing have answers and gradients of zeros, whatever their hidden states
+// hold, and other rows have the bits that they have in a call that leaves none out.
+inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c) {
+  const auto differs = [&](std::string_view what, int64_t r) {
+    return absl::StrFormat("%s: %s of row %d", Describe(c), what, r);
+  };
+  const auto is_zero = [](const LossAnswer& got, int64_t r) {
+    return got.loss[r] == 0 && got.logsumexp[r] == 0 && got.target_logprob[r] == 0 &&
+           got.status[r].code == RowCode::kOk && got.status[r].position == -1;
+  };
+  const LinearInput input = RandomInput(c);
+  LossBatch batch = LossBatchOf(c);
+  HostTensor hidden = input.hidden;
+  int64_t counted = 0;
+  for (int64_t r = 0; r < c.rows; ++r) {
+    CrossEntropyRow& row = batch.rows[r];
+    if (row.active != 0 && r % 3 == 1) {
+      row = PlainLoss(kIgnoredTarget);
+      hidden.Set(r, c.hidden / 2, kNan);
+    }
+    counted += row.active != 0 && !AsksForNothing(row) ? 1 : 0;
+  }
+  auto all = runner.LinearCrossEntropy(input.hidden, input.head, batch);
+  if (!all.ok()) return absl::StrFormat("%s: %s", Describe(c), all.status().ToString());
+  for (const int64_t said : {counted, c.rows}) {
+    auto some = runner.LinearCrossEntropy(hidden, input.head, batch, said);
+    if (!some.ok()) return absl::StrFormat("%s: %s", Describe(c), some.status().ToString());
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const CrossEntropyRow& row = batch.rows[r];
+      const bool left_out = row.active != 0 && AsksForNothing(row);
+      if (left_out ? !is_zero(*some, r) : LossBits(*some, row, r) != LossBits(*all, row, r))
+        return differs("answers", r);
+    }
+  }
+
+  const DType d_type = c.seed % 2 == 0 ? DType::kF32 : c.dtype;
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, d_type);
+  call.want_d_bias = c.bias;
+  call.d_weight = AlignedTensor(d_type, c.vocab, c.hidden, 0);
+  counted = std::count_if(call.rows.begin(), call.rows.end(), IsCounted);
+  auto whole = runner.LinearCrossEntropyTraining(call);
+  if (!whole.ok()) return absl::StrFormat("%s: %s", Describe(c), whole.status().ToString());
+  for (const int64_t said : {counted, c.rows}) {
+    call.counted_rows = said;
+    auto got = runner.LinearCrossEntropyTraining(call);
+    if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const CrossEntropyRow& row = call.rows[r];
+      const bool left_out = row.active != 0 && !IsCounted(row);
+      if (left_out ? !is_zero(got->loss, r)
+                   : LossBits(got->loss, row, r) != LossBits(whole->loss, row, r)) {
+        return differs("answers of training", r);
+      }
+      for (int64_t d = 0; d < c.hidden; ++d) {
+        const float is = got->gradient.d_hidden.At(r, d);
+        const float was = whole->gradient.d_hidden.At(r, d);
+        if (left_out ? is != 0 : BitsOf(is) != BitsOf(was)) return differs("d_hidden", r);
+      }
+    }
+    const std::string difference =
+        GradientDifference(c, input, call, got->gradient, 2 * Rounding(c.dtype));
+    if (!difference.empty()) return difference;
+  }
+  return "";
+}
+
 inline std::vector<OpCheck> LinearGradientChecks() {
   return {
       ForAll("GradientAgreesWithDoublePrecision", LinearGradientCases,
@@ -522,7 +596,8 @@ inline std::vector<OpCheck> LinearGradientChecks() {
              FirstLinearTrainingDifference),
       ForAll("TrainingOfShiftedLogitsAgreesWithDoublePrecision", ShiftedTrainingCases,
              FirstShiftedTrainingDifference),
-      {"TrainingOfARowDependsOnlyOnTheRow", BrokenTrainingIsolation},
+      ForAll("TrainingOfARowDependsOnlyOnTheRow", SixteenBitTypes, BrokenTrainingIsolation),
+      ForAll("LeftOutRowsChangeNoOtherRow", LinearTrainingCases, FirstLeftOutDifference),
   };
 }
 

@@ -171,6 +171,7 @@ struct LinearBackwardCall {
   HostTensor d_hidden;  // their types, strides and contents before the call
   HostTensor d_weight;
   bool want_d_bias = true;
+  int64_t counted_rows = -1;
 };
 
 struct LinearBackwardAnswer {
@@ -284,6 +285,7 @@ inline void Add(Arena& arena, const LinearBackwardCall& call, LinearCrossEntropy
   arena.In(call.upstream, &args->upstream);
   Add(arena, &to->d_hidden, &args->d_hidden);
   Add(arena, &to->d_weight, &args->d_weight);
+  args->counted_rows = call.counted_rows;
   to->d_bias.assign(call.head.weight.rows(), kUnwrittenFloat);
   if (call.want_d_bias) arena.Out(&to->d_bias, &args->d_bias);
 }
@@ -379,12 +381,13 @@ class OpRunner {
   }
 
   absl::StatusOr<LossAnswer> LinearCrossEntropy(const HostTensor& hidden, const HostHead& head,
-                                                const LossBatch& batch) {
+                                                const LossBatch& batch, int64_t counted_rows = -1) {
     LinearCrossEntropyArgs args;
     LossAnswer answer;
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.cross_entropy, &answer);
+    args.cross_entropy.counted_rows = counted_rows;
     return Run(&Stream::LinearCrossEntropy, args, answer);
   }
 

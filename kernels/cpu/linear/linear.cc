@@ -31,6 +31,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
@@ -257,6 +258,60 @@ void LossOfRows(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScra
   CrossEntropyMerge({.shape = shape, .blocks = block, .cross_entropy = args.cross_entropy}, pool);
 }
 
+// Writes the answers of all rows, and multiplies those that are not left out.
+void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                   const std::atomic<bool>* abandoned) {
+  const TensorView& hidden = args.hidden;
+  const CrossEntropyAnswers& to = args.cross_entropy.answers;
+  std::vector<int64_t> counted;
+  for (int64_t r = 0; r < hidden.rows; ++r) {
+    const CrossEntropyRow& ask = args.cross_entropy.rows[r];
+    if (ask.active == 0) continue;
+    if (AsksForNothing(ask)) {
+      AnswerLeftOut(to, r);
+    } else {
+      counted.push_back(r);
+    }
+  }
+  const auto all = static_cast<int64_t>(counted.size());
+  const int64_t at_once = LossRowsAtOnce(all, hidden.cols);
+  const auto size = static_cast<int64_t>(SizeOf(hidden.dtype));
+  const int64_t stride = RoundUp(hidden.cols, 16);
+  for (int64_t begin = 0; begin < all && !IsAbandoned(abandoned); begin += at_once) {
+    const int64_t count = std::min(at_once, all - begin);
+    const int64_t* const at = counted.data() + begin;
+    std::byte* const states = scratch.counted.Get(count * stride * size);
+    std::vector<CrossEntropyRow> rows(count);
+    std::vector<float> loss(count), logsumexp(count), target_logprob(count), entropy(count);
+    std::vector<int32_t> rank(count);
+    std::vector<RowStatus> status(count);
+    for (int64_t i = 0; i < count; ++i) {
+      rows[i] = args.cross_entropy.rows[at[i]];
+      std::copy_n(static_cast<const std::byte*>(hidden.data) + at[i] * hidden.row_stride * size,
+                  hidden.cols * size, states + i * stride * size);
+    }
+    LinearCrossEntropyArgs part = args;
+    part.hidden = {states, hidden.dtype, count, hidden.cols, stride};
+    part.cross_entropy.rows = rows.data();
+    CrossEntropyAnswers& own = part.cross_entropy.answers;
+    own.loss = loss.data();
+    own.logsumexp = logsumexp.data();
+    own.target_logprob = target_logprob.data();
+    own.status = status.data();
+    if (to.rank != nullptr) own.rank = rank.data();
+    if (to.entropy != nullptr) own.entropy = entropy.data();
+    LossOfRows(part, pool, scratch, abandoned);
+    for (int64_t i = 0; i < count; ++i) {
+      to.loss[at[i]] = loss[i];
+      to.logsumexp[at[i]] = logsumexp[i];
+      to.target_logprob[at[i]] = target_logprob[i];
+      to.status[at[i]] = status[i];
+      if (to.rank != nullptr) to.rank[at[i]] = rank[i];
+      if (to.entropy != nullptr) to.entropy[at[i]] = entropy[i];
+    }
+  }
+}
+
 // ---- Backward
 
 constexpr int64_t kBlockTokens = 256;
@@ -308,6 +363,7 @@ class Backward {
     });
     for (int64_t first = 0; first < args_.hidden.rows; first += kBlockRows) {
       const int64_t rows = std::min(kBlockRows, args_.hidden.rows - first);
+      if (std::none_of(args_.rows + first, args_.rows + first + rows, &Counts)) continue;
       AddRows(first, rows, begin, end, weight, d_weight, d_hidden + first * padded_cols_);
     }
     pool_.ParallelFor(tokens, [&](int64_t t) {
@@ -350,6 +406,11 @@ class Backward {
     const LogitsEpilogue epilogue = {.scale = args_.head.scale, .bias = args_.head.bias};
     for (int64_t r = 0; r < rows; r += kMostRows) {
       PackedRows packed = {.rows = std::min(kMostRows, rows - r), .cols = hidden_cols_};
+      const CrossEntropyRow* const asks = args_.rows + first + r;
+      if (std::none_of(asks, asks + packed.rows, &Counts)) {
+        std::fill_n(to + r * tokens, packed.rows * tokens, 0.0f);
+        continue;
+      }
       packed.data = scratch_.packed.Get(packed.size());
       Pack(args_.hidden, args_.head, first + r, packed, pool_);
       ComputeLogits(packed, args_.head.weight, begin, end, epilogue, to + r * tokens, tokens,
@@ -401,6 +462,10 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
 
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  if (args.cross_entropy.counted_rows >= 0) {
+    LossOfCounted(args, pool, scratch, abandoned);
+    return;
+  }
   const int64_t at_once = LossRowsAtOnce(args.hidden.rows, args.hidden.cols);
   for (int64_t begin = 0; begin < args.hidden.rows; begin += at_once) {
     LossOfRows(RowsOf(args, begin, std::min(at_once, args.hidden.rows - begin)), pool, scratch,

@@ -27,7 +27,7 @@ struct LinearScratch {
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
   SampleCallScratch sample;
-  Buffer<std::byte> block;
+  Buffer<std::byte> block, counted;
   Buffer<float> targets;
   Buffer<LossStretch> stretches;
   Buffer<uint64_t> stretch_keys;

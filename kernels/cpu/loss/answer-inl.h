@@ -81,6 +81,7 @@ inline void AnswerNan(const CrossEntropyArgs& args, int64_t r, int32_t nan) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const CrossEntropyRow& ask = args.rows[r];
   const CrossEntropyAnswers& out = args.answers;
+  if (IsLeftOut(args, ask)) return AnswerLeftOut(out, r);
   out.status[r] = {RowCode::kNanLogit, nan};
   out.loss[r] = out.logsumexp[r] = out.target_logprob[r] = kNan;
   if (out.rank != nullptr) out.rank[r] = 0;
@@ -107,6 +108,7 @@ inline void AnswerWhole(const CrossEntropyArgs& args, int64_t r, const LossRow& 
                         const LossTokens& tokens) {
   const CrossEntropyRow& ask = args.rows[r];
   const CrossEntropyAnswers& out = args.answers;
+  if (IsLeftOut(args, ask)) return AnswerLeftOut(out, r);
   const bool is_empty = max == -kInf;
   out.status[r] = {is_empty ? RowCode::kEmptySupport : RowCode::kOk, -1};
   Distribution of = {.max = max, .temperature = ask.temperature, .log_sum = 0};

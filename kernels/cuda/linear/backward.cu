@@ -1,25 +1,15 @@
 // Backward of linear_cross_entropy: three products a block, and no [rows, vocab].
 //
-// The vocabulary is processed in chunks, the rows in blocks. For each, the logits are made again
-// (product 1), their gradients G are written in the weight's dtype, and G weight is added to
-// d_hidden in fp32 (product 2). When all rows have met a chunk, G^T hidden is its d_weight, in one
-// product over all of them (product 3), rounded once. The head and the device fix blocks and
-// chunks, so that the bits of a row of d_hidden do not depend on other rows. Where scratch cannot
-// hold all rows there are two passes, one for d_hidden and one for d_weight, and both make the
-// logits.
+// The vocabulary is processed in chunks, the rows in blocks: logits (product 1), their gradients G
+// in the weight's dtype, and d_hidden += G weight in fp32 (product 2). When all rows have met a
+// chunk, G^T hidden is its d_weight (product 3), rounded once. The head and the device fix blocks
+// and chunks, so that the bits of a row of d_hidden do not depend on other rows. Where scratch
+// cannot hold all rows there are two passes, one for d_hidden and one for d_weight. Under an f16
+// head G has powers of two as factors (backward.cuh). Rows that are not counted are rows of zeros
+// in every product, so their contents cannot affect any gradient.
 //
-// f16 does not have the range of gradients. Under an f16 head G is rounded to TF32, which has f16's
-// digits and fp32's range, and products 2 and 3 take weights and hidden states, which TF32 holds
-// exactly, as f32: at half the rate.
-//
-// Ignored and skipped rows are rows of zeros in every product, so their contents, NaN included,
-// cannot affect any gradient.
-//
-// Cost: three products (18.6 ms at 4096 x 4096 x 128256 in bf16, as bare products); in addition a
-// write and a read of the logits and of G, in part out of L2, and one read and write of d_hidden in
-// fp32 for every chunk of 8192 tokens. Measured (bench/results/h200/kernels.json) under an f16
-// head, with the forward: 68.8 ms at that shape, most of it products in TF32; training.cu serves
-// bf16 heads.
+// Cost: three products; a write and a read of the logits and of G, in part out of L2, and one read
+// and write of d_hidden in fp32 for every chunk. training.cu serves 16-bit heads where it can.
 #include <algorithm>
 
 #include "kernels/cuda/linear/backward.cuh"
@@ -38,7 +28,9 @@ static_assert(kGroupRows % kRowsAhead == 0);
 
 struct RowGradient {
   Gradient gradient;  // all 0 where the row is not counted
+  int32_t exponent;   // as RowState::exponent
   int32_t target;     // from the head's first token on; a shard may not have it
+  int32_t at;         // in the group
   RowUse use;
 };
 
@@ -48,11 +40,15 @@ struct RowGradient {
 __global__ void __launch_bounds__(kThreads)
     PlanRowsKernel(const CrossEntropyRow* params, const float* logsumexp, const float* upstream,
                    int64_t first, int64_t rows, int64_t count, int32_t first_token, int64_t vocab,
-                   float softcap, RowGradient* to) {
+                   float softcap, bool half, RowGradient* to, HalfScale* scale) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const int64_t r = first + i;
-  RowGradient plan{.gradient = {}, .target = -1, .use = RowUse::kSkipped};
+  RowGradient plan{.gradient = {},
+                   .exponent = kGradientExponent,
+                   .target = -1,
+                   .at = static_cast<int32_t>(i),
+                   .use = RowUse::kSkipped};
   if (r < rows && params[r].active != 0) {
     CrossEntropyRow row = params[r];
     row.softcap = softcap;
@@ -60,43 +56,28 @@ __global__ void __launch_bounds__(kThreads)
     if (row.target >= 0) {
       plan.gradient = Gradient::Of(row, logsumexp[r], upstream[r], vocab);
       plan.target = row.target - first_token;
+      if (half) plan.exponent = TakeExponent(plan.gradient, scale);
     }
   }
   to[i] = plan;
 }
 
-// Copies rows of f16 as f32.
+// Copies rows of f16 with the factors that product 3 takes out; block 0 writes that of the product.
 __global__ void __launch_bounds__(kThreads)
-    WidenKernel(const __half* from, int64_t from_stride, int size, float* to, int64_t to_stride) {
+    ScaleKernel(const __half* from, int64_t stride, int size, const RowGradient* plans,
+                float product_factor, bool fresh, __half* to, HalfScale* scale) {
   const int64_t r = blockIdx.x;
+  if (r == 0 && threadIdx.x == 0) scale->SetProduct(product_factor, fresh ? 0.0f : 1.0f);
+  const bool counted = plans[r].use == RowUse::kCounted;
+  const float factor = counted ? scale->StateFactor(plans[r].exponent) : 0.0f;
   for (int i = threadIdx.x; i < size; i += kThreads)
-    to[r * to_stride + i] = __half2float(from[r * from_stride + i]);
-}
-
-__device__ inline float RoundToTf32(float x) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return __uint_as_float(rounded);
-}
-
-// What products 2 and 3 take under a head of type W.
-template <class W>
-using GradientOf = std::conditional_t<std::is_same_v<W, __half>, float, W>;
-DType GradientTypeOf(DType weight) {
-  switch (weight) {
-    case DType::kF16:
-    case DType::kF32:
-      return DType::kF32;
-    case DType::kBF16:
-      return DType::kBF16;
-  }
-  __builtin_unreachable();
+    to[r * stride + i] = __float2half_rn(__half2float(from[r * stride + i]) * factor);
 }
 
 // Turns logits [rows, columns] into their gradients. A thread takes two columns of all rows of a
 // group. It writes the columns' sums to `column_sums` [groups, stride] unless that is null.
 // `columns` may be odd: there is memory for one more.
-template <class T, bool kCapped, bool kTf32>
+template <class T, bool kCapped>
 __global__ void __launch_bounds__(kThreads)
     GradientKernel(const float* __restrict__ logits, T* __restrict__ gradients, int64_t stride,
                    int columns, int first_column, const RowGradient* __restrict__ plans,
@@ -126,10 +107,11 @@ __global__ void __launch_bounds__(kThreads)
       sum0 += g0;
       sum1 += g1;
       T* to = gradients + first + (begin + i) * stride;
-      if constexpr (kTf32) {
-        *reinterpret_cast<float2*>(to) = {RoundToTf32(g0), RoundToTf32(g1)};
-      } else if constexpr (std::is_same_v<T, float>) {
+      if constexpr (std::is_same_v<T, float>) {
         *reinterpret_cast<float2*>(to) = {g0, g1};
+      } else if constexpr (std::is_same_v<T, __half>) {
+        const float grow = GradientFactor(row.exponent);
+        *reinterpret_cast<uint32_t*>(to) = PackPair<T>(g0 * grow, g1 * grow);
       } else {
         *reinterpret_cast<uint32_t*>(to) = PackPair<T>(g0, g1);
       }
@@ -161,17 +143,15 @@ struct Cut {
 
   Cut(const HeadView& head, int64_t rows, int64_t bytes) {
     const int64_t size = static_cast<int64_t>(SizeOf(head.weight.dtype));
-    const DType product_type = GradientTypeOf(head.weight.dtype);
-    const int64_t product_size = static_cast<int64_t>(SizeOf(product_type));
-    const int64_t wide = product_type != head.weight.dtype ? product_size : 0;
+    const int64_t scaled = head.weight.dtype == DType::kF16 ? size : 0;
     hidden_stride = RoundUp(head.hidden(), 64);
     chunk = std::min(chunk, RoundUp(head.vocab(), 64));
     constexpr int64_t kSlack = int64_t{1} << 20;  // for the alignment of the pieces
     const auto fixed = [&] {
-      return chunk * (4 * block + (4 + wide) * hidden_stride + 4 * (block / kGroupRows)) + kSlack;
+      return chunk * (4 * block + 4 * hidden_stride + 4 * (block / kGroupRows)) + kSlack;
     };
     const auto per_row = [&] {
-      return hidden_stride * (size + 4 + wide) + chunk * product_size +
+      return hidden_stride * (size + 4 + scaled) + chunk * size +
              static_cast<int64_t>(sizeof(RowGradient));
     };
     // The least block and chunk fit Scratch::kMinBytes at the largest hidden size.
@@ -197,7 +177,6 @@ class Backward {
         vocab_(vocab),
         steps_(products, scratch, stream),
         dtype_(args.head.weight.dtype),
-        product_type_(GradientTypeOf(dtype_)),
         cut_(args.head, args.hidden.rows, static_cast<int64_t>(scratch.left())) {
     const auto take = [&](DType dtype, int64_t rows, int64_t cols, int64_t stride) {
       const size_t bytes = static_cast<size_t>(rows * stride) * SizeOf(dtype);
@@ -207,14 +186,13 @@ class Backward {
     plans_ = scratch.Take<RowGradient>(cut_.group);
     states_ = take(dtype_, cut_.group, hidden, cut_.hidden_stride);
     d_states_ = take(DType::kF32, cut_.group, hidden, cut_.hidden_stride);
-    gradients_ = take(product_type_, cut_.group, cut_.chunk, cut_.chunk);
+    gradients_ = take(dtype_, cut_.group, cut_.chunk, cut_.chunk);
     logits_ = take(DType::kF32, cut_.block, cut_.chunk, cut_.chunk);
     d_weight_ = take(DType::kF32, cut_.chunk, hidden, cut_.hidden_stride);
     column_sums_ = scratch.Take<float>(cut_.block / kGroupRows * cut_.chunk);
-    if (IsWide()) {
-      wide_states_ = take(DType::kF32, cut_.group, hidden, cut_.hidden_stride);
-      wide_weights_ = take(DType::kF32, cut_.chunk, hidden, cut_.hidden_stride);
-    }
+    if (!IsHalf()) return;
+    scaled_states_ = take(dtype_, cut_.group, hidden, cut_.hidden_stride);
+    scale_ = scratch.Take<HalfScale>(1);
   }
 
   cudaError_t Run() {
@@ -243,29 +221,27 @@ class Backward {
   }
 
  private:
-  // Whether products 2 and 3 are of f32 in place of f16.
-  bool IsWide() const { return product_type_ != dtype_; }
-
-  void Widen(const TensorView& from, const MutableTensorView& to) {
-    steps_.Launch(&WidenKernel, GridFor(from.rows), kThreads, static_cast<const __half*>(from.data),
-                  from.row_stride, static_cast<int>(from.cols), static_cast<float*>(to.data),
-                  to.row_stride);
-  }
+  bool IsHalf() const { return dtype_ == DType::kF16; }
 
   // Copies the rows of the group at `first`, padded to whole blocks, to scratch.
   void PlanRows(int64_t first) {
     const TensorView hidden = RowsOf(args_.hidden, first, args_.hidden.rows - first);
     padded_rows_ = std::min(cut_.group, RoundUp(hidden.rows, cut_.block));
+    if (IsHalf()) steps_.Do([&] { return HalfScale::Clear(scale_, steps_.stream()); });
     steps_.Launch(&PlanRowsKernel, GridFor(padded_rows_, kThreads), kThreads, args_.rows,
                   args_.logsumexp, args_.upstream, first, args_.hidden.rows, padded_rows_,
-                  first_token_, vocab_, args_.head.softcap, plans_);
+                  first_token_, vocab_, args_.head.softcap, IsHalf(), plans_, scale_);
     VisitDType(dtype_, [&]<class T>() {
       steps_.Launch(&PackKernel<T, RowGradient>, GridFor(padded_rows_), kThreads,
                     static_cast<const T*>(hidden.data), hidden.row_stride,
                     static_cast<int>(args_.head.hidden()), plans_, RowUse::kCounted,
                     static_cast<T*>(states_.data), states_.row_stride);
     });
-    if (IsWide()) Widen(RowsOf(states_, 0, padded_rows_), wide_states_);
+    if (!IsHalf()) return;
+    steps_.Launch(&ScaleKernel, GridFor(padded_rows_), kThreads,
+                  static_cast<const __half*>(states_.data), states_.row_stride,
+                  static_cast<int>(args_.head.hidden()), plans_, args_.head.scale,
+                  /*fresh=*/first == 0, static_cast<__half*>(scaled_states_.data), scale_);
   }
 
   // Tokens [v, v + chunk) and the planned group, whose first row is `first`: adds to d_hidden, to
@@ -274,7 +250,6 @@ class Backward {
     const HeadView& head = args_.head;
     const int64_t tokens = std::min(cut_.chunk, head.vocab() - v);
     const TensorView weights = RowsOf(head.weight, v, tokens);
-    if (hidden && IsWide()) Widen(weights, wide_weights_);
     MutableTensorView gradients = gradients_;
     gradients.cols = tokens;
     for (int64_t r = 0; r < padded_rows_; r += cut_.block) {
@@ -289,11 +264,10 @@ class Backward {
                     /*fresh=*/first == 0 && r == 0);
       if (!hidden) continue;
       steps_.Multiply({.a = block_gradients,  // product 2
-                       .b = IsWide() ? RowsOf(wide_weights_, 0, tokens) : weights,
+                       .b = weights,
                        .out = RowsOf(d_states_, r, cut_.block),
                        .alpha = head.scale,
-                       .beta = v == 0 ? 0.0f : 1.0f,
-                       .tf32 = IsWide()});
+                       .beta = v == 0 ? 0.0f : 1.0f});
     }
     if (weight) AddToWeight(v, first, gradients);
   }
@@ -304,11 +278,9 @@ class Backward {
     const int tokens = static_cast<int>(gradients.cols);
     const int groups = static_cast<int>(cut_.block / kGroupRows);
     const dim3 grid(GridFor(tokens, 2 * kThreads).x, static_cast<unsigned>(groups));
-    VisitDType(dtype_, [&]<class W>() {
-      using T = GradientOf<W>;
-      constexpr bool kTf32 = !std::is_same_v<T, W>;
-      const auto kernel = args_.head.softcap > 0 ? &GradientKernel<T, true, kTf32>
-                                                 : &GradientKernel<T, false, kTf32>;
+    VisitDType(dtype_, [&]<class T>() {
+      const auto kernel =
+          args_.head.softcap > 0 ? &GradientKernel<T, true> : &GradientKernel<T, false>;
       steps_.Launch(kernel, grid, kThreads, static_cast<const float*>(logits_.data),
                     static_cast<T*>(gradients.data), cut_.chunk, tokens, static_cast<int>(v), plans,
                     bias ? column_sums_ : nullptr);
@@ -325,15 +297,15 @@ class Backward {
     const MutableTensorView to = RowsOf(args_.d_weight, v, gradients.cols);
     const bool aligned = reinterpret_cast<uintptr_t>(args_.d_weight.data) % 16 == 0 &&
                          to.row_stride * static_cast<int64_t>(SizeOf(to.dtype)) % 16 == 0;
-    const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last && !IsWide()));
+    const bool direct = aligned && (to.dtype == DType::kF32 || (first == 0 && last));
     const int64_t rows = RoundUp(count, kGroupRows);
     steps_.Multiply({.a = RowsOf(gradients, 0, rows),
                      .transpose_a = true,
-                     .b = RowsOf(IsWide() ? wide_states_ : states_, 0, rows),
+                     .b = RowsOf(IsHalf() ? scaled_states_ : states_, 0, rows),
                      .out = direct ? to : d_weight_,
                      .alpha = args_.head.scale,
                      .beta = first == 0 ? 0.0f : 1.0f,
-                     .tf32 = IsWide()});
+                     .device_factors = IsHalf() ? scale_->product : nullptr});
     if (direct || !last) return;
     const RowGradient* all_counted = nullptr;
     steps_.Store(d_weight_, all_counted, to);
@@ -349,18 +321,17 @@ class Backward {
   const int64_t vocab_;
   Steps steps_;
   const DType dtype_;
-  const DType product_type_;  // the inputs of products 2 and 3
   const Cut cut_;
-  int64_t padded_rows_ = 0;         // of the planned group, in whole blocks
-  RowGradient* plans_;              // [group]
-  MutableTensorView states_;        // [group, hidden], the weight's dtype
-  MutableTensorView d_states_;      // [group, hidden], f32
-  MutableTensorView gradients_;     // [group, chunk], of product_type_
-  MutableTensorView logits_;        // [block, chunk], f32
-  MutableTensorView d_weight_;      // [chunk, hidden], f32
-  float* column_sums_;              // [block / kGroupRows, chunk]
-  MutableTensorView wide_states_;   // [group, hidden], f32, under an f16 head
-  MutableTensorView wide_weights_;  // [chunk, hidden], f32, under an f16 head
+  int64_t padded_rows_ = 0;          // of the planned group, in whole blocks
+  RowGradient* plans_;               // [group]
+  MutableTensorView states_;         // [group, hidden], the weight's dtype
+  MutableTensorView d_states_;       // [group, hidden], f32
+  MutableTensorView gradients_;      // [group, chunk]
+  MutableTensorView logits_;         // [block, chunk], f32
+  MutableTensorView d_weight_;       // [chunk, hidden], f32
+  float* column_sums_;               // [block / kGroupRows, chunk]
+  MutableTensorView scaled_states_;  // [group, hidden], under an f16 head
+  HalfScale* scale_ = nullptr;       // under an f16 head
 };
 
 // Block r adds the parts of row r. That of an ignored row may have met an infinite weight.

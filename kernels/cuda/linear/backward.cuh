@@ -9,6 +9,7 @@
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/product.h"
+#include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/scratch.h"
 #include "kernels/types.h"
 
@@ -18,10 +19,54 @@ constexpr int kCopyThreads = 256;
 
 enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
-// The `Row` of the kernels below is any struct with a `use`.
+// ---- gradients in f16 ---------------------------------------------------------------------------
+//
+// f16 does not have the range of gradients. So G of a row is kept GradientFactor(exponent) times as large,
+// where the row's exponent is that of the largest that an element may be: others may be off by 2^-37 of
+// it. d_hidden of the row is brought back at the end. In product 3, which adds rows, hidden states have
+// the factor from their row's exponent to the largest of all rows, and the product takes that one out.
 
-// Block i copies the hidden state of row i; zeros where its use is less than `least`. Rows are
-// aligned to 16 bytes.
+constexpr int kGradientExponent = 13;
+__device__ inline float GradientFactor(int exponent) {
+  return ldexpf(1.0f, kGradientExponent - exponent);
+}
+__device__ inline float HiddenFactor(int exponent) {
+  return ldexpf(1.0f, exponent - kGradientExponent);
+}
+
+// What all rows share, in device memory.
+struct HalfScale {
+  int32_t exponent;  // the largest
+  float product[2];  // the factors of product 3: MatrixProduct::device_factors
+
+  // Before the first row.
+  static cudaError_t Clear(HalfScale* scale, cudaStream_t stream) {
+    return cudaMemsetAsync(scale, 0x80, sizeof(HalfScale), stream);  // less than any exponent
+  }
+  __device__ float StateFactor(int of_row) const { return ldexpf(1.0f, of_row - exponent); }
+  __device__ void SetProduct(float factor, float beta) {
+    product[0] = ldexpf(factor, exponent - kGradientExponent);
+    product[1] = beta;
+  }
+};
+
+// The exponent of a row; the rows' largest becomes known.
+__device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
+  constexpr int kMost = 100;
+  const float most = fabsf(g.scale) * (fabsf(g.weight) + fabsf(g.flat) + fabsf(g.hit));
+  int exponent = kMost;  // also of NaN
+  if (most < 0x1p100f) exponent = most < 0x1p-100f ? -kMost : ilogbf(most);
+  if (g.more != 1.0f) exponent += ilogbf(g.more);
+  atomicMax(&scale->exponent, exponent);
+  return exponent;
+}
+
+// ---- kernels of both ------------------------------------------------------------------------------
+
+// The `Row` of the kernels below is any struct with a `use`; of PackKernel also with an `at`.
+
+// Block i copies the hidden state of rows[i], which is row rows[i].at; zeros where its use is less than
+// `least`. Rows are aligned to 16 bytes.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     PackKernel(const T* hidden, int64_t hidden_stride, int size, const Row* rows, RowUse least,
@@ -29,7 +74,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   constexpr int kOfVector = 16 / sizeof(T);
   const int64_t r = blockIdx.x;
   const bool taken = rows[r].use >= least;
-  hidden += r * hidden_stride;
+  hidden += rows[r].at * hidden_stride;
   to += r * to_stride;
   const int vectors = size / kOfVector;
   for (int i = threadIdx.x; i < vectors; i += kCopyThreads)
@@ -39,7 +84,7 @@ __global__ void __launch_bounds__(kCopyThreads)
 }
 
 // Block i writes row i of sums; zeros where the row is not counted, nothing where it is skipped.
-// rows null: all are counted.
+// rows null: all are counted, without an exponent.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     StoreKernel(const float* sums, int64_t sums_stride, int size, const Row* rows, T* to,
@@ -47,9 +92,10 @@ __global__ void __launch_bounds__(kCopyThreads)
   const int64_t r = blockIdx.x;
   const RowUse use = rows == nullptr ? RowUse::kCounted : rows[r].use;
   if (use == RowUse::kSkipped) return;
+  const float factor = rows == nullptr ? 1.0f : HiddenFactor(rows[r].exponent);
   for (int i = threadIdx.x; i < size; i += kCopyThreads)
     to[r * to_stride + i] =
-        FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] : 0.0f);
+        FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
 }
 
 // The kernels and products of a call, which are enqueued one after the other. After the first error

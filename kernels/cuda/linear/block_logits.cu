@@ -5,7 +5,6 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/element.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/linear/decode.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/logit.cuh"
 #include "kernels/cuda/rows/cell.cuh"
@@ -101,8 +100,7 @@ cudaError_t BlockLogits::Make(TensorView states, const HeadView& head, float* lo
     if (error != cudaSuccess) return error;
   }
   if (is_product) return Multiply(states, head, logits, stride);
-  const auto make = route_.kernel == LinearKernel::kHopperLogits ? &hopper::Logits : &DecodeLogits;
-  return make(states, head, logits, stride, scratch, stream_);
+  return hopper::Logits(states, head, logits, stride, scratch, stream_);
 }
 
 cudaError_t BlockLogits::Multiply(const TensorView& states, const HeadView& head, float* logits,

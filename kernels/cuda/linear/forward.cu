@@ -1,24 +1,21 @@
 // linear_topk, linear_sample, linear_cross_entropy: the logits of a block of rows are made in
-// scratch, in fp32, and the op that takes logits runs on them. Where the head and the device allow
-// it, hopper/loss.cu computes linear_cross_entropy without logits, for the rows that want only
-// losses and extras. linear/routes.cu says which kernel makes the logits.
+// scratch, in fp32, and the op that takes logits runs on them. hopper/loss.cu computes losses without
+// logits for the rows that want only losses and extras. routes.cu says which kernel makes logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
-// rows after the last are zeros. Scale and bias are part of the product; a softcap is a pass of its
-// own over the block.
+// rows after the last are zeros.
 //
-// Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block
-// (134 MB at 256 x 131072), of which L2 takes a part. Limited by: the product, 256 rows at a time.
-// On Hopper, a call in which any row wants rank, entropy or top tokens multiplies twice: all rows
-// through logits, and in hopper/loss.cu the groups of 256 rows that have a row that wants none of
-// these. The row decides which kernel takes it, and the host does not read rows.
-// Measured where the product is: hopper/loss.cu, hopper/logits.cu; an f32 head with sample after
-// it, 64 rows of 4096 x 128256, 1.55 ms, 92% of the bare product (bench/results/h200/kernels.json).
+// Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block.
+// Limited by: the product, 256 rows at a time. On Hopper, a call in which any row wants rank, entropy
+// or top tokens multiplies twice: all rows through logits, and in hopper/loss.cu the groups of 256
+// rows that have a row that wants none of these. Measured where the product is; an f32 head with
+// sample after it, 64 rows of 4096 x 128256, 92% of the product (bench/results/h200/kernels.json).
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
+#include "kernels/cuda/linear/counted_rows.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
@@ -96,8 +93,10 @@ cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const
                      scratch, stream);
 }
 
-cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
-                               const Scratch& scratch, cudaStream_t stream) {
+namespace {
+
+cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
+                      const Scratch& scratch, cudaStream_t stream) {
   const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch);
   if (route.kernel != LinearKernel::kHopperLosses)
     return LossesFromLogits(args, products, scratch, stream);
@@ -115,6 +114,29 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
     const int64_t rows = std::min(pass, args.hidden.rows - first);
     const cudaError_t error =
         HopperLosses(RowsOf(args, first, rows), mixed, products, scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+// Rows that are left out are not multiplied by Hopper's kernels, whose bits do not depend on scratch.
+cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
+                               const Scratch& scratch, cudaStream_t stream) {
+  if (args.cross_entropy.counted_rows < 0 ||
+      !RouteOf(LinearOp::kLosses, args.head, scratch).hopper) {
+    return AllLosses(args, products, scratch, stream);
+  }
+  const int64_t step = CountedRows::MostRows(args, scratch);
+  for (int64_t first = 0; first < args.hidden.rows; first += step) {
+    const LinearCrossEntropyArgs part =
+        RowsOf(args, first, std::min(step, args.hidden.rows - first));
+    Scratch rest = scratch;
+    CountedRows counted;
+    cudaError_t error = counted.Gather(part, rest, stream);
+    if (error == cudaSuccess) error = AllLosses(counted.args(), products, rest, stream);
+    if (error == cudaSuccess) error = counted.Scatter(part, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

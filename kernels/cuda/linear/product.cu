@@ -111,8 +111,8 @@ bool SameShape(const MatrixProduct& p, const MatrixProduct& q) {
   return SameLayout(p.a, q.a) && p.transpose_a == q.transpose_a && SameLayout(p.b, q.b) &&
          p.transpose_b == q.transpose_b && p.out.dtype == q.out.dtype &&
          p.out.row_stride == q.out.row_stride && p.asked_cols == q.asked_cols &&
-         p.asked_rows == q.asked_rows && (p.bias == nullptr) == (q.bias == nullptr) &&
-         p.tf32 == q.tf32;
+         (p.bias == nullptr) == (q.bias == nullptr) &&
+         (p.device_factors == nullptr) == (q.device_factors == nullptr);
 }
 
 }  // namespace
@@ -126,8 +126,7 @@ struct Products::Plan {
   ~Plan() {
     const Library& library = TheLibrary();
     if (desc != nullptr) library.desc_destroy(desc);
-    for (cublasLtMatrixLayout_t layout :
-         {a, b, out, asked_a, asked_b, asked_out, whole_a, whole_b}) {
+    for (cublasLtMatrixLayout_t layout : {a, b, out, asked_a, asked_b, asked_out, whole_b}) {
       if (layout != nullptr) library.layout_destroy(layout);
     }
   }
@@ -140,11 +139,10 @@ struct Products::Plan {
   cublasLtMatrixLayout_t b = nullptr;
   cublasLtMatrixLayout_t out = nullptr;
   // The layouts that algorithms are sought with: the inputs' strides must not change their order,
-  // nor may a part of the rows or columns.
+  // nor may a part of the columns.
   cublasLtMatrixLayout_t asked_a = nullptr;
   cublasLtMatrixLayout_t asked_b = nullptr;
   cublasLtMatrixLayout_t asked_out = nullptr;
-  cublasLtMatrixLayout_t whole_a = nullptr;  // all of the asked rows, with the stride of a
   cublasLtMatrixLayout_t whole_b = nullptr;  // all of the asked columns, with the stride of b
   cublasLtMatmulAlgo_t algo = {};
 };
@@ -165,21 +163,17 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
   const int64_t rows = p.transpose_a ? p.a.cols : p.a.rows;
   const int64_t cols = p.transpose_b ? p.b.rows : p.b.cols;
   layout(out, p.out.dtype, rows, cols, p.out.row_stride);
-  const int64_t asked_rows = p.asked_rows == 0 ? rows : p.asked_rows;
-  const int64_t asked_a_rows = p.asked_rows == 0 ? p.a.rows : p.asked_rows;
-  layout(asked_a, p.a.dtype, asked_a_rows, p.a.cols, RoundUp(p.a.cols, 64));
-  layout(whole_a, p.a.dtype, asked_a_rows, p.a.cols, p.a.row_stride);
+  layout(asked_a, p.a.dtype, p.a.rows, p.a.cols, RoundUp(p.a.cols, 64));
   if (p.asked_cols == 0) {
     layout(asked_b, p.b.dtype, p.b.rows, p.b.cols, RoundUp(p.b.cols, 64));
-    layout(asked_out, p.out.dtype, asked_rows, cols, p.out.row_stride);
+    layout(asked_out, p.out.dtype, rows, cols, p.out.row_stride);
     layout(whole_b, p.b.dtype, p.b.rows, p.b.cols, p.b.row_stride);
   } else {
     layout(asked_b, p.b.dtype, p.asked_cols, p.b.cols, RoundUp(p.b.cols, 64));
-    layout(asked_out, p.out.dtype, asked_rows, p.asked_cols, RoundUp(p.asked_cols, 32));
+    layout(asked_out, p.out.dtype, rows, p.asked_cols, RoundUp(p.asked_cols, 32));
     layout(whole_b, p.b.dtype, p.asked_cols, p.b.cols, p.b.row_stride);
   }
-  call(library.desc_create(&desc, p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
-                           CUDA_R_32F));
+  call(library.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
     if (status == CUBLAS_STATUS_SUCCESS)
       call(library.desc_set(desc, attribute, &value, sizeof(value)));
@@ -194,6 +188,8 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(CUDA_R_32F));
     set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   }
+  if (p.device_factors != nullptr)
+    set(CUBLASLT_MATMUL_DESC_POINTER_MODE, static_cast<int32_t>(CUBLASLT_POINTER_MODE_DEVICE));
   if (status != CUBLAS_STATUS_SUCCESS) return status;
 
   cublasLtMatmulPreference_t preference = nullptr;
@@ -231,7 +227,7 @@ cublasStatus_t Products::Plan::Init(cublasLtHandle_t handle, size_t workspace_by
     if (found[i].state != CUBLAS_STATUS_SUCCESS ||
         library.algo_attribute(&found[i].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                sizeof(splits), &written) != CUBLAS_STATUS_SUCCESS ||
-        splits > 1 || !serves(found[i].algo, whole_a, whole_b, asked_out)) {
+        splits > 1 || !serves(found[i].algo, a, whole_b, asked_out)) {
       continue;
     }
     // Another algorithm would give other bits.
@@ -289,8 +285,11 @@ cudaError_t Products::Enqueue(const MatrixProduct& product, cudaStream_t stream)
     if (status != CUBLAS_STATUS_SUCCESS) return ToCuda(status);
   }
   void* const out = product.out.data;
-  return ToCuda(library.matmul(static_cast<cublasLtHandle_t>(handle_), plan->desc, &product.alpha,
-                               product.b.data, plan->b, product.a.data, plan->a, &product.beta, out,
+  const float* const on_device = product.device_factors;
+  const float* const alpha = on_device == nullptr ? &product.alpha : on_device;
+  const float* const beta = on_device == nullptr ? &product.beta : on_device + 1;
+  return ToCuda(library.matmul(static_cast<cublasLtHandle_t>(handle_), plan->desc, alpha,
+                               product.b.data, plan->b, product.a.data, plan->a, beta, out,
                                plan->out, out, plan->out, &plan->algo, product.workspace,
                                workspace_bytes_, stream));
 }

@@ -23,19 +23,17 @@ struct MatrixProduct {
   // The algorithm is that of a product with so many columns, at least cols: columns that are
   // computed in several products have the bits of one. b is transposed then. 0: cols.
   int64_t asked_cols = 0;
-  // Likewise of rows, more or fewer: a row's bits do not depend on how many there are. a is not
-  // transposed then. 0: rows.
-  int64_t asked_rows = 0;
   const float* bias = nullptr;  // [cols], added to every row; null: none
   float alpha = 1.0f;
   float beta = 0.0f;
-  bool tf32 = false;  // f32 inputs are TF32 numbers: their products may take the tensor cores
+  // Not null: alpha and beta in device memory, in place of the two above.
+  const float* device_factors = nullptr;
   void* workspace = nullptr;
 };
 
 // The products of one stream. Used by one thread at a time.
 //
-// Sums are fp32, and so are products of f32 inputs, unless tf32 is set. The algorithm is chosen
+// Sums are fp32, and so are products of f32 inputs. The algorithm is chosen
 // when a shape is first seen: the first that serves the shape with its strides, in the order of the
 // algorithms for the shape without its strides. It never splits a sum: an element's bits
 // depend on its own row and column, and on the shape. The first call with a shape costs a few

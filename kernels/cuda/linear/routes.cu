@@ -10,16 +10,16 @@
 //   Rows of linear_cross_entropy that want rank, entropy or top tokens need their logits. They take
 //     the first route that makes logits (forward.cu).
 //   A training call that does not fit into memory is two ops (training.cu).
+//
+// Devices without sm_90a multiply by cuBLASLt only. Nothing was measured on one.
 #include "kernels/cuda/linear/routes.h"
 
-#include "kernels/cuda/linear/decode.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
 
 namespace logitd::cuda {
 namespace {
 
 bool AnyDType(DType) { return true; }
-bool IsBF16(DType dtype) { return dtype == DType::kBF16; }
 
 using enum LinearOp;
 using enum LinearKernel;
@@ -32,7 +32,6 @@ constexpr bool kNoLibrary = false;
 
 constexpr LinearRoute kRoutes[] = {
     {kTokens, &Is16Bit, kHopper, kAnyHead, kHopperLogits, 512, kNoLibrary},
-    {kTokens, &Is16Bit, kAnyDevice, kAnyHead, kDecode, kDecodeRows, kNoLibrary},
     {kTokens, &AnyDType, kAnyDevice, kAnyHead, kProduct, 64, kCublasLt},
 
     {kLosses, &Is16Bit, kHopper, kPlainHead, kHopperLosses, 0, kNoLibrary},
@@ -42,8 +41,7 @@ constexpr LinearRoute kRoutes[] = {
 
     {kGradients, &AnyDType, kAnyDevice, kAnyHead, kBackward, 0, kCublasLt},
 
-    {kTraining, &IsBF16, kHopper, kPlainHead, kHopperTraining, 0, kCublasLt},
-    {kTraining, &IsBF16, kAnyDevice, kPlainHead, kProductTraining, 0, kCublasLt},
+    {kTraining, &Is16Bit, kHopper, kPlainHead, kHopperTraining, 0, kCublasLt},
     {kTraining, &AnyDType, kAnyDevice, kAnyHead, kTwoOps, 0, kCublasLt},
 };
 

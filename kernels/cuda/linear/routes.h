@@ -20,14 +20,12 @@ enum class LinearOp : uint8_t {
 enum class LinearKernel : uint8_t {
   // The logits of a block of rows in scratch, then the op that takes logits.
   kHopperLogits,  // hopper/logits.cu
-  kDecode,        // decode.cu
   kProduct,       // cuBLASLt (product.h)
   // Without logits of whole rows.
-  kHopperLosses,     // hopper/loss.cu
-  kBackward,         // backward.cu
-  kHopperTraining,   // training.cu, pass 1 by hopper/training.cu
-  kProductTraining,  // training.cu, pass 1 by cuBLASLt
-  kTwoOps,           // the routes of kLosses and kGradients, one after the other
+  kHopperLosses,    // hopper/loss.cu
+  kBackward,        // backward.cu
+  kHopperTraining,  // training.cu
+  kTwoOps,          // the routes of kLosses and kGradients, one after the other
 };
 
 struct LinearRoute {

@@ -2,9 +2,9 @@
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_TRAINING_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_TRAINING_CUH_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/linear/backward.cuh"
 #include "kernels/cuda/rows/cell.cuh"
@@ -12,12 +12,12 @@
 
 namespace logitd::cuda {
 
-using Bf16 = __nv_bfloat16;
 constexpr int kTrainingTile = 256;  // tokens, from the vocabulary's start
 
 // A row between the passes.
 struct RowState {
   RowUse use;
+  int32_t at;      // its number in the call; rows that count for nothing may be left out
   int32_t target;  // -1: none
   float log2e_over_temperature;
   int32_t smooth;  // whether the sum of its logits is wanted
@@ -31,6 +31,8 @@ struct RowState {
   float flat;
   float more;
   float hit;
+  // Of G in f16 (backward.cuh); kGradientExponent in bf16.
+  int32_t exponent;
 
   // Whether the row's factor, in place of G, goes into its hidden state and its d_hidden.
   __device__ bool IsPlain() const { return factor != 0.0f; }
@@ -47,38 +49,49 @@ __device__ inline Exponential TileExponential(float max, float log2e_over_temper
   return Exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
 }
 
-// What E of a tile is: exp(logit / temperature) where the tile's largest one is moderate, so that all
-// tiles of most rows have one factor; else exp((logit - that of the largest) / temperature).
+// What E of a tile is. In bf16, exp(logit / temperature) where the tile's largest one is moderate, so
+// that all tiles of most rows have one factor; else exp((logit - that of the largest) / temperature).
+// In f16 always the latter, times kHalfUnit.
 constexpr float kLeastTilePower = -40.0f;
 constexpr float kMostTilePower = 60.0f;
+constexpr float kHalfUnit = 0x1p15f;
+template <class T>
+constexpr bool kHasRange = std::is_same_v<T, __nv_bfloat16>;
+template <class T>
 __device__ inline bool IsModerateTile(float max, float log2e_over_temperature) {
   const float power = __fmul_rn(max, log2e_over_temperature);
-  return power >= kLeastTilePower && power <= kMostTilePower;
+  return kHasRange<T> && power >= kLeastTilePower && power <= kMostTilePower;
 }
 // The factor from a TileExponential to E.
+template <class T>
 __device__ inline float FactorOfTile(float max, float log2e_over_temperature) {
-  return IsModerateTile(max, log2e_over_temperature) ? Exp2(__fmul_rn(max, log2e_over_temperature))
-                                                     : 1.0f;
+  if constexpr (!kHasRange<T>) return kHalfUnit;
+  return IsModerateTile<T>(max, log2e_over_temperature)
+             ? Exp2(__fmul_rn(max, log2e_over_temperature))
+             : 1.0f;
 }
 
-// Where a row's exponentials are: chunk by chunk, each [rows, chunk], the first in scratch, the
-// others where d_weight of the chunk before them will be.
+// Where a row's exponentials are: chunk by chunk, each [rows, chunk] of 16 bits, the first ones in
+// scratch, the others one after the other in the memory of d_weight.
 struct ExponentialMemory {
-  Bf16* first;
+  std::byte* first;
   std::byte* others;
+  int64_t in_first;     // chunks
   int64_t chunk;        // tokens, a multiple of kTrainingTile; also the stride between rows
-  int64_t chunk_bytes;  // a chunk's bytes in d_weight
+  int64_t chunk_bytes;  // of all rows
 
-  __host__ __device__ Bf16* At(int64_t row, int64_t token) const {
+  template <class T>
+  __host__ __device__ T* At(int64_t row, int64_t token) const {
     const int64_t index = token / chunk;
-    Bf16* at = index == 0 ? first : reinterpret_cast<Bf16*>(others + (index - 1) * chunk_bytes);
-    return at + row * chunk + (token - index * chunk);
+    std::byte* at =
+        index < in_first ? first + index * chunk_bytes : others + (index - in_first) * chunk_bytes;
+    return reinterpret_cast<T*>(at) + row * chunk + (token - index * chunk);
   }
 };
 
 // The result of pass 1 for tokens [first, first + tokens) of all rows: E of every logit, and the
-// tiles' maxima and sums. A skipped row may be left out. The last tile may end after
-// the tokens, with exponentials of 0.
+// tiles' maxima and sums. A skipped row may be left out. The last tile may end after the tokens, with
+// exponentials of 0.
 struct Chunk {
   int64_t first;
   int64_t tokens;
@@ -91,16 +104,6 @@ struct Chunk {
 
   __host__ __device__ int Tiles() const {
     return static_cast<int>((tokens + kTrainingTile - 1) / kTrainingTile);
-  }
-
-  // Up to `count` of its tokens from `offset` on, which is a multiple of the tile.
-  Chunk Part(int64_t offset, int64_t count) const {
-    Chunk part = *this;
-    part.first += offset;
-    part.tokens = std::min(tokens - offset, count);
-    part.maxima += offset / kTrainingTile;
-    part.parts += offset / kTrainingTile;
-    return part;
   }
 };
 

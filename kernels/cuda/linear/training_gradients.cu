@@ -1,11 +1,12 @@
-// From the rows' sums to their gradients in linear_cross_entropy_training: answers, the factors from
-// exponentials to gradients, and what becomes of rows for which no factor is enough.
+// From the rows' sums to their gradients in linear_cross_entropy_training: answers, the factors
+// from exponentials to gradients, and what becomes of rows for which no factor is enough.
 //
-// Cost: reads and writes the hidden states in bf16, and at the end d_hidden in fp32; and the
-// exponentials of rows and tiles that have no factor of their row. Limited by: HBM. Measured as a
+// Cost: reads and writes the hidden states, and at the end d_hidden in fp32; and the exponentials
+// of rows and tiles that have no factor of their row: in f16 all. Limited by: HBM. Measured as a
 // part of training.cu.
 #include <limits>
 
+#include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/training.cuh"
 #include "kernels/cuda/linear/training_steps.h"
 #include "kernels/cuda/loss/loss_row.cuh"
@@ -18,17 +19,18 @@ constexpr int kWarps = kThreads / 32;
 static_assert(kTrainingRows % kWarps == 0);
 constexpr int kTile = kTrainingTile;
 constexpr int kLaneTokens = kTile / 32;
-static_assert(kLaneTokens * sizeof(Bf16) == 16);
+static_assert(kLaneTokens * 2 == 16);
 
 // The factor that turns E of a tile into probabilities. It comes from the row's sums and not from
 // its logsumexp, which is rounded: where that is large, p would be off by orders of magnitude.
 __device__ inline float ProbabilityOfUnit(const Outcome& outcome) {  // where E is not relative
   return static_cast<float>(exp(outcome.AboveMax(0.0) - outcome.log_sum));
 }
+template <class T>
 __device__ inline float ProbabilityOfMax(const Outcome& outcome, float log2e_over_temperature,
                                          float max) {
   if (max == -kInfinity) return 0.0f;  // all are 0
-  if (IsModerateTile(max, log2e_over_temperature)) return ProbabilityOfUnit(outcome);
+  if (IsModerateTile<T>(max, log2e_over_temperature)) return ProbabilityOfUnit(outcome);
   const Exponential exponential(max, log2e_over_temperature);
   const float p = static_cast<float>(exp(outcome.AboveMax(max) - outcome.log_sum));
   return exponential.plain
@@ -44,11 +46,12 @@ __device__ inline float Finite(float x) {
 
 // The factor of a row's G, if one is enough for all its tiles, and moderate, so that it can be a
 // factor of the hidden state in bf16 (elements of 2^-66 to 2^97 keep their digits); else 0.
+template <class T>
 __device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& gradient,
                                     float log2e_over_temperature) {
   constexpr float kLeast = 0x1p-60f;
   constexpr float kMost = 0x1p30f;
-  if (!IsModerateTile(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
+  if (!IsModerateTile<T>(outcome.max, log2e_over_temperature) || gradient.flat != 0.0f ||
       gradient.more != 1.0f) {
     return 0.0f;
   }
@@ -58,24 +61,34 @@ __device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& grad
 
 // Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that have
 // no factor for all tiles become those of their tiles.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
-                   const float* target_logits, RowState* rows, float* maxima, int tiles) {
+                   const float* target_logits, RowState* rows, float* maxima, int tiles,
+                   HalfScale* scale) {
   const int lane = threadIdx.x % 32;
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   RowState& row = rows[r];
   if (row.use == RowUse::kSkipped) return;
   const float target_logit = row.use == RowUse::kIgnored ? 0.0f : target_logits[r];
   const Outcome outcome =
-      Conclude(args, r, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
+      Conclude(args, row.at, {row.stats, 0.0f, row.total, 0}, target_logit, row.first_nan, lane);
   if (row.use != RowUse::kCounted) return;
-  const Gradient gradient = Gradient::Of(args.rows[r], static_cast<float>(outcome.LogSumExp()),
-                                         upstream[r], args.logits.cols);
-  const float factor = FactorOfRow(outcome, gradient, row.log2e_over_temperature);
+  Gradient gradient = Gradient::Of(args.rows[row.at], static_cast<float>(outcome.LogSumExp()),
+                                   upstream[row.at], args.logits.cols);
+  const float factor = FactorOfRow<T>(outcome, gradient, row.log2e_over_temperature);
+  float unit = 1.0f;  // E of the largest of a tile
+  int exponent = kGradientExponent;
+  if constexpr (!kHasRange<T>) {
+    exponent = TakeExponent(gradient, scale);  // with that of `more`, which becomes 1
+    gradient.scale *= ldexpf(gradient.more, kGradientExponent - exponent);
+    gradient.more = 1.0f;
+    unit = kHalfUnit;
+  }
   for (int i = lane; i < tiles && factor == 0.0f; i += 32) {
     float& at = maxima[r * tiles + i];
-    at = Finite(ProbabilityOfMax(outcome, row.log2e_over_temperature, at) * gradient.weight *
-                gradient.scale);
+    at = Finite(ProbabilityOfMax<T>(outcome, row.log2e_over_temperature, at) * gradient.weight *
+                gradient.scale / unit);
   }
   if (lane != 0) return;
   const float p = static_cast<float>(exp(outcome.Logprob(target_logit)));
@@ -83,30 +96,38 @@ __global__ void __launch_bounds__(kThreads)
   row.flat = gradient.flat * gradient.scale;
   row.more = gradient.more;
   row.hit = (fmaf(p, gradient.weight, -gradient.flat) - gradient.hit) * gradient.scale * row.more;
+  row.exponent = exponent;
 }
 
 // Brings the rows' factors into their packed hidden states, a block a row. Those of ignored rows
-// become zeros. Also makes the target's E what its G is, over the factor.
+// become zeros. Also makes the target's E what its G is, over the factor. In f16 the factor is a power
+// of two, from the row's exponent to the largest, which product 3 takes out.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    ScaleStatesKernel(const RowState* rows, Bf16* states, int64_t stride, Chunk all) {
+    ScaleStatesKernel(const RowState* rows, T* states, int64_t stride, Chunk all,
+                      float product_factor, HalfScale* scale) {
   const int64_t r = blockIdx.x;
   const RowState& row = rows[r];
-  const bool plain = row.use == RowUse::kCounted && row.IsPlain();
-  if (!plain && row.use != RowUse::kIgnored) return;
-  const float factor = plain ? row.factor : 0.0f;
-  if (plain && threadIdx.x == 0 && row.target >= 0)
-    *all.e.At(r, row.target) = Bf16(row.hit / factor);
+  if (!kHasRange<T> && r == 0 && threadIdx.x == 0) scale->SetProduct(product_factor, 0.0f);
+  if (row.use == RowUse::kSkipped) return;
+  float factor = 0.0f;
+  if (row.use == RowUse::kCounted) {
+    factor = kHasRange<T> ? row.IsPlain() ? row.factor : 1.0f : scale->StateFactor(row.exponent);
+    if (factor == 1.0f && !row.IsPlain()) return;
+    if (row.IsPlain() && threadIdx.x == 0 && row.target >= 0)
+      *all.e.At<T>(r, row.target) = FromFloat<T>(row.hit / factor);
+  }
   uint4* vectors = reinterpret_cast<uint4*>(states + r * stride);
   for (int64_t i = threadIdx.x; i < stride / kLaneTokens; i += kThreads) {
     uint4 out = {};
-    if (plain) {
+    if (row.use == RowUse::kCounted) {
       const uint4 vector = vectors[i];
       const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
       uint32_t scaled[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        scaled[j] = PackPair<Bf16>(WordElement<Bf16>(words, 2 * j) * factor,
-                                   WordElement<Bf16>(words, 2 * j + 1) * factor);
+        scaled[j] = PackPair<T>(WordElement<T>(words, 2 * j) * factor,
+                                WordElement<T>(words, 2 * j + 1) * factor);
       }
       out = {scaled[0], scaled[1], scaled[2], scaled[3]};
     }
@@ -116,10 +137,11 @@ __global__ void __launch_bounds__(kThreads)
 
 // Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros, whatever
 // its memory holds.
+template <class T>
 __device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, const Chunk& all,
                                     int lane) {
   const int64_t begin = int64_t{tile} * kTile + lane * kLaneTokens;
-  uint4* at = reinterpret_cast<uint4*>(all.e.At(r, begin));
+  uint4* at = reinterpret_cast<uint4*>(all.e.At<T>(r, begin));
   uint4 out = {};
   if (row.use == RowUse::kCounted) {
     const float max = all.maxima[r * all.maxima_stride + tile];
@@ -133,17 +155,18 @@ __device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, co
     float g[kLaneTokens];
 #pragma unroll
     for (int j = 0; j < kLaneTokens; ++j) {
-      g[j] = __fmul_rn(fmaf(WordElement<Bf16>(words, j), factor, -flat), more);
+      g[j] = __fmul_rn(fmaf(WordElement<T>(words, j), factor, -flat), more);
       if (place == j) g[j] = row.hit;
     }
-    out = {PackPair<Bf16>(g[0], g[1]), PackPair<Bf16>(g[2], g[3]), PackPair<Bf16>(g[4], g[5]),
-           PackPair<Bf16>(g[6], g[7])};
+    out = {PackPair<T>(g[0], g[1]), PackPair<T>(g[2], g[3]), PackPair<T>(g[4], g[5]),
+           PackPair<T>(g[6], g[7])};
   }
   *at = out;
 }
 
 // Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a row.
 // Comes before ScaleStatesKernel, which writes the targets of the others.
+template <class T>
 __global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows, Chunk all) {
   const int lane = threadIdx.x % 32;
   const int first =
@@ -154,10 +177,10 @@ __global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows,
   bool wanted = tile < all.Tiles();
   if (wanted && row.use == RowUse::kCounted && row.IsPlain()) {
     const float max = all.maxima[r * all.maxima_stride + tile];
-    wanted = max != -kInfinity && !IsModerateTile(max, row.log2e_over_temperature);
+    wanted = max != -kInfinity && !IsModerateTile<T>(max, row.log2e_over_temperature);
   }
   for (unsigned left = __ballot_sync(kFullWarp, wanted); left != 0; left &= left - 1)
-    MakeGradient(row, r, first + __ffs(left) - 1, all, lane);
+    MakeGradient<T>(row, r, first + __ffs(left) - 1, all, lane);
 }
 
 // Writes d_hidden of the rows, a block for each: their sums times their factors. Zeros where a row is
@@ -169,35 +192,60 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t r = blockIdx.x;
   const RowState& row = rows[r];
   if (row.use == RowUse::kSkipped) return;
-  const float factor = row.IsPlain() ? row.factor : 1.0f;
+  const float factor = row.IsPlain() ? row.factor : ldexpf(1.0f, row.exponent - kGradientExponent);
   for (int i = threadIdx.x; i < size; i += kThreads) {
-    to[r * to_stride + i] =
+    to[row.at * to_stride + i] =
         FromFloat<T>(row.use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
   }
 }
 
+// Block r writes what row r gets where it is ignored.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    IgnoredKernel(const CrossEntropyRow* params, const __grid_constant__ CrossEntropyAnswers to,
+                  int size, T* d_hidden, int64_t stride) {
+  const int64_t r = blockIdx.x;
+  if (params[r].active == 0 || params[r].target >= 0) return;
+  for (int i = threadIdx.x; i < size; i += kThreads) d_hidden[r * stride + i] = FromFloat<T>(0.0f);
+  if (threadIdx.x != 0) return;
+  AnswerLeftOut(to, r);
+}
+
 }  // namespace
 
-void ConcludeRows(Steps& steps, const CrossEntropyArgs& args, const float* upstream, RowState* rows,
-                  int64_t count, const Chunk& all) {
-  steps.Launch(&ConcludeKernel, GridFor(count, kWarps), kThreads, args, upstream, all.target_logits,
-               rows, all.maxima, all.Tiles());
+void ConcludeRows(Steps& steps, DType dtype, const CrossEntropyArgs& args, const float* upstream,
+                  RowState* rows, int64_t count, const Chunk& all, HalfScale* scale) {
+  Visit16Bit(dtype, [&]<class T>() {
+    steps.Launch(&ConcludeKernel<T>, GridFor(count, kWarps), kThreads, args, upstream,
+                 all.target_logits, rows, all.maxima, all.Tiles(), scale);
+  });
 }
 
 void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
-               const Chunk& all) {
+               const Chunk& all, float product_factor, HalfScale* scale) {
   const dim3 grid(static_cast<unsigned>(states.rows), GridFor(all.Tiles(), 32 * kWarps).x);
-  steps.Launch(&GradientKernel, grid, kThreads, rows, all);
-  steps.Launch(&ScaleStatesKernel, GridFor(states.rows), kThreads, rows,
-               static_cast<Bf16*>(states.data), states.row_stride, all);
+  Visit16Bit(states.dtype, [&]<class T>() {
+    steps.Launch(&GradientKernel<T>, grid, kThreads, rows, all);
+    steps.Launch(&ScaleStatesKernel<T>, GridFor(states.rows), kThreads, rows,
+                 static_cast<T*>(states.data), states.row_stride, all, product_factor, scale);
+  });
 }
 
 void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
                  const MutableTensorView& to) {
   VisitDType(to.dtype, [&]<class T>() {
-    steps.Launch(&StoreHiddenKernel<T>, GridFor(to.rows), kThreads,
+    steps.Launch(&StoreHiddenKernel<T>, GridFor(sums.rows), kThreads,
                  static_cast<const float*>(sums.data), sums.row_stride, static_cast<int>(to.cols),
                  rows, static_cast<T*>(to.data), to.row_stride);
+  });
+}
+
+void WriteIgnored(Steps& steps, const CrossEntropyRow* params, int64_t rows,
+                  const CrossEntropyAnswers& answers, const MutableTensorView& d_hidden) {
+  const int size = d_hidden.data == nullptr ? 0 : static_cast<int>(d_hidden.cols);
+  VisitDType(d_hidden.dtype, [&]<class T>() {
+    steps.Launch(&IgnoredKernel<T>, GridFor(rows), kThreads, params, answers, size,
+                 static_cast<T*>(d_hidden.data), d_hidden.row_stride);
   });
 }
 

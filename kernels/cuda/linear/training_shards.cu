@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   row.stats = stats;
   row.total = total;
   row.first_nan = first_nan;
-  const int32_t target = params[r].target;
+  const int32_t target = params[row.at].target;
   if (target >= 0) target_logits[r] = shards.Of(first.target, shards.OwnerOf(target))[r];
 }
 

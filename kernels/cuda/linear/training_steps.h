@@ -19,17 +19,13 @@ constexpr int kTrainingRows = 64;
 
 // ---- pass 1: training_sums.cu -------------------------------------------------------------------
 
-// Fills in `count` rows; rows from `rows` on are skipped. The head has `tokens` tokens from
-// `first_token` on.
-void BeginRows(Steps& steps, const CrossEntropyRow* params, int64_t rows, int64_t count,
-               int32_t first_token, int32_t tokens, RowState* to);
+// Fills in `count` rows of the call's `rows`. Rows after them are skipped. counted_only: rows that are
+// skipped or ignored are left out. The head has `tokens` tokens from `first_token` on.
+void BeginRows(Steps& steps, const CrossEntropyRow* params, int64_t rows, bool counted_only,
+               int64_t count, int32_t first_token, int32_t tokens, RowState* to);
 
-// Makes E of a chunk, their maxima and sums, from the f32 logits of the rows from `first` on.
-void MakeExponentials(Steps& steps, const TensorView& logits, const RowState* rows, int64_t first,
-                      const Chunk& chunk);
-
-// Adds the sums of a chunk's tiles to those of its rows.
-void AddToRows(Steps& steps, RowState* rows, int64_t count, const Chunk& chunk);
+// Adds up the sums of the rows' tiles. E is of type `dtype`.
+void AddToRows(Steps& steps, DType dtype, RowState* rows, int64_t count, const Chunk& all);
 
 // ---- shards: training_shards.cu -----------------------------------------------------------------
 
@@ -61,26 +57,31 @@ void TellShards(Steps& steps, const RowState* rows, int64_t count, const Chunk& 
                 int32_t first_token, const TrainingBlock& to);
 
 // Makes the rows' sums those of all shards, and their targets' logits known. The order is that of
-// AddToRows with one chunk. first: the block of the first shard; the others come after it.
+// AddToRows. first: the block of the first shard; the others come after it.
 void AddShards(Steps& steps, RowState* rows, int64_t count, const CrossEntropyRow* params,
                const TrainingBlock& first, const VocabShards& shards, float* target_logits);
 
 // ---- between the passes, and the end: training_gradients.cu -------------------------------------
 
 // Writes the rows' answers and makes their factors. The maxima of rows that have no factor for all
-// tiles become those of their tiles.
-void ConcludeRows(Steps& steps, const CrossEntropyArgs& args, const float* upstream, RowState* rows,
-                  int64_t count, const Chunk& all);
+// tiles become those of their tiles. E is of type `dtype`.
+void ConcludeRows(Steps& steps, DType dtype, const CrossEntropyArgs& args, const float* upstream,
+                  RowState* rows, int64_t count, const Chunk& all, HalfScale* scale);
 
 // Makes G of the E that have no factor of their row, and brings the factors of the others into their
-// packed hidden states, bf16.
+// packed hidden states. product_factor: of product 3.
 void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
-               const Chunk& all);
+               const Chunk& all, float product_factor, HalfScale* scale);
 
-// Writes d_hidden, or scales it in place: the rows' sums, f32, times their factors. Zeros where a row
-// is ignored, nothing where it is skipped.
+// Writes d_hidden of the rows, whose place in `to` is RowState::at: their sums, f32, times their
+// factors. Zeros where a row is ignored, nothing where it is skipped.
 void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
                  const MutableTensorView& to);
+
+// Writes what ignored rows get where they were left out: answers of 0 with status kOk, and zeros to
+// d_hidden, unless its data is null.
+void WriteIgnored(Steps& steps, const CrossEntropyRow* params, int64_t rows,
+                  const CrossEntropyAnswers& answers, const MutableTensorView& d_hidden);
 
 }  // namespace logitd::cuda
 

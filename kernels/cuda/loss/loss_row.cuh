@@ -134,6 +134,7 @@ __device__ inline void WriteAnswers(const CrossEntropyArgs& args, int64_t r, con
                                     double log_of_sum, const Outcome& outcome, float target_logit,
                                     int32_t first_nan) {
   const CrossEntropyRow& ask = args.rows[r];
+  if (IsLeftOut(args, ask)) return AnswerLeftOut(args.answers, r);
   const float sum = sums.stats.sum;
   RowStatus status{RowCode::kOk, -1};
   if (outcome.Nan()) {

@@ -1,29 +1,18 @@
-// Logits of up to 128 hidden states on Hopper: the weight is read once, in runs of 256 or 512 bytes
-// of its rows, at nearly the rate of a plain read.
+// Logits of up to 128 hidden states on Hopper: the weight is read once, by 256 or 512 bytes of rows.
 //
 // The vocabulary is on wgmma's side of 64, and the rows, rounded up to 8, 16, 32, 64, 96 or 128, on
-// the other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages, and two
-// warpgroups multiply 64 tokens each. A stage has 64 elements of the hidden size. The stages of 2 or
-// 4 steps are asked for together, and 64 tokens of all of them before the next 64 tokens: so memory
-// sees 256 or 512 bytes of a weight row at about the same time. Each block has an equal part of the
-// vocabulary, in units of 64 tokens, and cuts it into tiles of nearly the same size. Above 8 rows
-// blocks are pairs, of which each loads half of the hidden states for both.
+// the other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages of 64
+// elements of the hidden size, of 2 or 4 steps together, and two warpgroups multiply 64 tokens
+// each. Each block has an equal part of the vocabulary. Above 8 rows blocks are pairs, of which
+// each loads half of the hidden states for both. A logit has product.cuh's order, so its bits.
 //
-// A logit is one sum over the hidden size, in order, by the same operation as in product.cuh: the
-// bits are the same. They depend neither on other rows nor on the cut.
-//
-// Cost: reads vocab * hidden * 2 bytes once, and the hidden states from L2 for every 128 tokens
-// (256 where blocks are pairs); writes rows * vocab * 4. Limited by: HBM; a megabyte of logits costs
-// 0.5 to 1 us, because they leave L2 while weights come. Measured on an H100
-// (bench/results/h100/few_rows.json), bf16, 128256 x 4096, where a plain read of the weights takes
-// 340 us: 1, 8, 32, 64, 128 rows 347, 351, 364, 373, 403 us; cuBLASLt, which writes half as much,
-// 371 to 376, 374, 382, 390, 394; product.cuh, which losses and more rows use, 380, 387, 399, 415,
-// 427.
-// Tried (the same file): 512 tokens by 128 bytes at a time, as product.cuh does, 371 us for one row;
-// 256 bytes 347 to 350; copies of 16 tokens 346 to 364, of 8 tokens 395 to 530, which the copy
-// engine cannot ask for fast enough; 64 KB in flight 372 us, 128 KB 349. L2 hints for the weights
-// and the size that L2 fetches change nothing; logits that L2 is to keep, 8 rows 343 us for 351, 64
-// rows the same. 64 rows with all stores left out: 347 us. More rows: middle_rows.cuh.
+// Cost: reads vocab * hidden * 2 bytes; writes rows * vocab * 4. Limited by: HBM. Measured on an
+// H100 (bench/results/h100/few_rows.json), 128256 x 4096, where a read takes 340 us: 1, 8, 32, 64,
+// 128 rows 347, 351, 364, 373, 403 us; cuBLASLt 371 to 394. On an H200 1 and 64 rows 257 and 270
+// us, where a plain read takes 226 to 241, nvjet 243 to 251 and 272.
+// Dropped: 512 tokens by 128 bytes at a time (372 us); 64 KB in flight; copies of 8 tokens (395 to
+// 530); cuts of 16 tokens, other stages, one warpgroup (the same or slower); middle_rows.cuh (H200:
+// 295 us, 289).
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>

@@ -55,7 +55,7 @@ cudaError_t ShardLosses(const ShardLossArgs& args, const int32_t* groups, const 
                         cudaStream_t stream);
 
 // Pass 1 of linear_cross_entropy_training: fills `all`, which covers the whole vocabulary, from the
-// logits of `hidden` [rows, head.hidden()]. rows: [rows]. bf16 heads without bias and softcap.
+// logits of `hidden` [rows, head.hidden()]. rows: [rows]. 16-bit heads without bias and softcap.
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                          const Chunk& all, const Scratch& scratch, cudaStream_t stream);
 

@@ -1,44 +1,18 @@
-// linear_cross_entropy on Hopper: the product of hopper/product.cuh with an epilogue that sums the
-// losses. No logit leaves the chip.
+// linear_cross_entropy on Hopper without logits in memory: the product, with an epilogue that
+// leaves a maximum and a sum for every row and cell (product.cuh) or tile (middle_rows.cuh), and a
+// kernel that merges them and writes the answers.
 //
-// When a tile is done, the four threads of a row take the maximum of its 256 logits and the sum of
-// their exponentials, in fp32, and merge them with those of the tiles before. A cell of 1024 tokens
-// goes to scratch: 12 bytes for 1024 logits. Where a unit is split (schedule.h) its tiles go there,
-// 12 bytes each. A last kernel, with a warp for each row, or a block where there are extras, merges
-// tiles into cells and cells into the row, in their order, and writes the losses.
-//
-// Tiles and cells depend only on the vocabulary and are summed in one order. So a row's bits do not
-// depend on other rows, the units or the grid. Clusters take spans of the vocabulary, for sets of
-// rows that L2 has room for. L2 does not keep all it has room for: 4096 rows of 4096 x 128256 read
-// about 6 GB of HBM, as cuBLASLt's product does, where the weights, read for both sets, and the
-// states are 2.1.
-//
-// 129 to 320 rows, and up to 1024 where product.cuh would pay more, are multiplied by hopper/
-// middle_rows.cuh (PaysForLosses in middle_plan.h). Its epilogue, middle_loss.cuh, gives a tile the
-// same bits, and leaves 12 bytes for every tile.
-//
-// Serves 16-bit heads without bias and softcap (linear/routes.cu), and rows that want neither rank,
+// Serves 16-bit heads without bias and softcap, and rows that want neither rank,
 // entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
-// product of its own, by one warp. An extra that is the target takes the logit of the loss, so that
-// both have the same bits.
+// product of its own, by one warp; an extra that is the target takes the logit of the loss.
 //
-// Cost: the product, 2 * rows * hidden * vocab operations; epilogues about 2500 clocks of 65536 a
-// tile at hidden 4096. Memory in addition to inputs and outputs: rows * vocab / 1024 * 12 bytes,
-// four times as much of middle_rows.cuh, at most 12 MiB. Limited by: the tensor cores, at the clock
-// their power allows; few rows by HBM.
-// Measured (bench/results/h200/kernels.json), bf16, as a share of the bare product by cuBLASLt:
-// 4096 x 4096 x 128256, 6.36 ms, 98%; 16384 rows, 25.9 ms, 97%; 8192 x 2048 x 256000, 12.9 ms, 98%;
-// 256 rows, 0.451 ms, 97%; 128, 64 and 1 rows, 0.282, 0.267 and 0.268 ms, where one read of the
-// weights is 0.226. Rows between tiles, 5120 x 151936, on an H100 (bench/results/h100/middle_losses.json,
-// run 3; in brackets before): 160, 200, 300, 400, 520, 777, 900 rows 107%, 101%, 95%, 91%, 92%, 97%,
-// 95% (102%, 96%, 87%, 67%, 77%, 85%, 83%). Alone at the card's power limit (run 4) 300, 400, 520, 777
-// and 900 rows 785, 1057, 1363, 1934 and 2135 us (811, 1366, 1470, 2066 and 2363).
-// The tree that sums a tile costs product.cuh 0.5 to 1% at hidden 2048, where it still serves.
-// Tried and dropped (middle_rows.json, run 3): an epilogue of middle_rows.cuh with the sums' order of
-// a warp for each row: logits go through shared memory, 16 rows at a time, and all warps wait twice
-// for each: 300 rows 84%, 777 rows 86%. middle_rows.cuh where product.cuh pays for as many rows
-// (middle_losses.json, run 2): 512, 1000 and 1024 rows the same within 2% at hidden 5120 and 2048, up
-// to 3.6% more at 4096. A branch around the multiplication by a scale of 1: product.cuh spills.
+// Cost: the product; epilogues of about 2500 clocks of 65536 a tile at hidden 4096. Memory: rows *
+// vocab / 1024 * 12 bytes, four times as much of middle_rows.cuh, at most 12 MiB. Limited by: the
+// tensor cores; few rows by HBM. Measured (bench/results/h200/kernels.json), as a share of
+// cuBLASLt's product: 4096 x 4096 x 128256 98%, 8192 x 2048 x 256000 98%, 256 rows 97%, 128, 64 and
+// 1 rows 0.282, 0.267, 0.268 ms.
+// Dropped: a warp for each row in middle_rows.cuh's epilogue (300 rows 84% for 91%); warpgroups in
+// turn, so that one multiplies in the other's epilogue (the same: the power limit sets the clock).
 #include <algorithm>
 #include <cstddef>
 

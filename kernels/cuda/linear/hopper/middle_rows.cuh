@@ -1,29 +1,18 @@
-// The product of hidden states and a head's weights on Hopper where there are more than 128 rows but
-// not thousands (middle_plan.h). An epilogue takes each tile of sums from registers.
+// The product of hidden states and a head's weights on Hopper where there are more than 128 rows
+// but not thousands (middle_plan.h). An epilogue takes each tile of sums from registers.
 //
 // As in few_rows.cu the vocabulary is on wgmma's side of 64, and the rows on the other, where they
-// are paid for 8 at a time. A block is three warpgroups: one thread asks the copy engine (TMA) for
-// stages, and two warpgroups multiply 128 tokens each, 64 at a time, by up to 160 rows. Blocks are
-// pairs. Both have the same tile of 256 tokens, of which each loads half for both, and their own
-// rows. So the weights are read once for up to 320 rows. More rows are groups, of two sizes at most;
-// clusters next to each other take the groups of a tile, which the others then find in L2.
+// are paid for 8 at a time. Two warpgroups of a block multiply 128 tokens each by up to 160 rows.
+// Blocks are pairs with the same tile of 256 tokens, of which each loads half for both, and their
+// own rows: the weights are read once for up to 320 rows. More rows are groups, of two sizes at
+// most; clusters next to each other take the groups of a tile. A logit has product.cuh's order, so
+// its bits.
 //
-// A logit is one sum over the hidden size, in order, by the same operation as in product.cuh and
-// few_rows.cu: its bits do not depend on the plan or on other rows.
-//
-// Cost: reads vocab * hidden * 2 bytes, once for each group where L2 does not help. Limited by HBM up
-// to about 250 rows, then by the tensor cores. Measured on an H100
-// (bench/results/h100/middle_rows.json), bf16, 151936 x 5120, logits of 200, 300, 320, 520, 777 and
-// 1000 rows, as times of cuBLASLt's product, which writes half as much: 1.07, 1.12, 1.06, 1.09, 1.06,
-// 1.04; the product of product.cuh: 1.23, 1.58, 1.51, 1.37, 1.26, 1.14. By ncu (middle_losses.json)
-// tensor cores are busy 91% of the time with losses of 777 rows, which read 3.1 GB for 1.6 of weights,
-// and 90% with their logits; product.cuh 94%, for 15% more rows that are absent. Groups of two sizes,
-// in place of one: 777 rows of 4096 x 128256 1.08 of the product for 1.12, of 2048 x 50257 240 us for
-// 245. Tiles go from the last to the first, so that a sample finds logits in L2: linear_sample of 200
-// rows 690 us for 694 to 700.
-// Tried and dropped (the same file): clusters of four blocks, which share a tile: 300 rows 837 us for
-// 720, 400 rows 962 for 950, 520 rows 1213 for 1159. More groups of fewer rows: 300 rows as 2 groups
-// 879 us, 777 as 4 groups 1909 for 1690.
+// Cost: reads vocab * hidden * 2 bytes. Limited by HBM up to about 250 rows, then by the tensor
+// cores. Measured on an H100 (bench/results/h100/middle_rows.json), 151936 x 5120, logits of 200,
+// 300, 520, 777 and 1000 rows: 1.07, 1.12, 1.09, 1.06, 1.04 of cuBLASLt's product, which writes
+// half as much.
+// Dropped: clusters of four blocks (300 rows 837 us for 720), more groups (879), groups of one size.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_ROWS_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_ROWS_CUH_
 

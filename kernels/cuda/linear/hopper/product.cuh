@@ -1,40 +1,18 @@
 // The product of hidden states and a head's weights on Hopper, by wgmma and TMA. An epilogue takes
 // each tile of logits from registers, in fp32, and decides what is written.
 //
-// A block is three warpgroups. In the first, one thread asks the copy engine (TMA) for stages of
-// both operands, as many ahead as shared memory holds. The other two multiply, 64 rows by a tile of
-// 256 tokens each, the whole tile in their registers. Blocks come in clusters of two. What a
-// cluster does at a time is a unit (schedule.h):
+// A block is three warpgroups: one thread of the first asks the copy engine for stages of both
+// operands; the others multiply 64 rows by a tile of 256 tokens each. Blocks are pairs, which take
+// units (schedule.h): of 256 rows, four warpgroups with their own rows and one tile, of which each
+// block loads half for both; of 128 rows, with a tile for each block; of 64 rows, with a tile for
+// each warpgroup. A logit is one sum in one order, by the same instruction in all units: its bits
+// do not depend on the unit or on other rows.
 //
-//   256 rows  Each of its four warpgroups has its own rows; all share a tile of weights, of which
-//             each block loads half, for both.
-//   128 rows  The warpgroups of a block have their own rows, which the blocks share; each block has
-//             its own tile, and loads half of the states, for both.
-//   64 rows   All share the rows and have their own tiles. Stages belong to one warpgroup of each
-//             block in turn.
-//
-// Rows are paid for 128 at a time above 64, and the last ones come while the weights that they need
-// are in L2 for the others. Where only some clusters would have a last unit, units are cut into tiles.
-// Calls of up to 128 rows consist of units of one kind; there reading the weights takes the time.
-//
-// A logit is one sum in one order, by the same instruction in all units: its bits do not depend on
-// the unit or on other rows.
-//
-// Few rows, measured at 64 x 4096 x 128256: weights that L2 evicts first, 260 us; with the default
-// policy, 270 to 310. Tried and dropped: fetching weights into L2 by 256 bytes in place of 128 (2
-// to 5 us more, and 27 more where logits are written, because the weights evict them before they
-// are used); freeing a stage when the next one is being multiplied, as for many rows (25 us more at
-// 128 rows); blocks that each load all states (the same at 64 rows, 10 us more at 128, 25 more at
-// one: absent rows cost more than present ones); stages of 128 elements of 128 tokens (12 us more
-// at 128 rows). Many rows: groups of 4 to 16 MB of states in place of 24, and L2 hints for either
-// operand, change less than the noise between runs (on an H100 12 and 16 MB take up to 1.3%
-// more). So do clusters that wait for each other, so as to share what L2 holds: 4096 rows of 4096 x
-// 128256 read 4.2 GB in place of 6.5, in the same time.
-// Weights asked into L2 4 to 32 steps before they are loaded: 200 to 300 rows take 5 to 18% more.
-// The last 64 of more rows as units of 64: 129 rows took twice as long as 256, 300 a third more than
-// now. Copies of absent warpgroups' rows, from outside the matrix: losses of 160 and 400 rows of 151936
-// x 5120 980 and 1388 us for 592 and 1217 (bench/results/h100/middle_losses.json, run 3); copies of
-// other rows in their place: 616 and 1250, and 1200 rows take 1 to 2% more (run 2).
+// Cost: 2 * rows * hidden * vocab operations. Limited by: the tensor cores at the clock that the
+// power limit allows; up to 128 rows by HBM. Measured: loss.cu.
+// Dropped: 64 rows in place of 128 after the blocks (129 rows 2x); L2 hints, sets of 4 to 16 MB,
+// clusters in step (the same); weights asked into L2 ahead (200 rows 5 to 18% slower); copies of
+// absent rows.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 

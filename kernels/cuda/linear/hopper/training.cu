@@ -1,11 +1,12 @@
 // Pass 1 of linear_cross_entropy_training on Hopper: the product of hopper/product.cuh with an
-// epilogue that writes the exponentials of a tile, in bf16, and their sum.
+// epilogue that writes the exponentials of a tile, in the head's type, and their sum.
 //
 // The four threads of a row take its maximum in the tile, and each the exponentials of its 64
 // logits, and their factor; then they exchange pairs, so that each writes 16 bytes at a time.
 //
 // Cost: the product, 2 * rows * hidden * vocab operations, and a write of rows * vocab * 2 bytes.
 // Limited by: the tensor cores. Measured as a part of training.cu.
+#include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/loss_tile.cuh"
 #include "kernels/cuda/linear/hopper/product.cuh"
@@ -29,6 +30,7 @@ struct ExponentialParams {
   }
 };
 
+template <class T>
 struct ExponentialEpilogue : LossRows<ExponentialParams> {
   using LossRows::LossRows;
 
@@ -42,7 +44,7 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
   __device__ void TakeRow(const LossRow& row, float (&acc)[kThreadSums], int first,
                           int lane) const {
     const LossPart part = SumRow<half>(acc, first, lane);
-    const float factor = FactorOfTile(part.stats.max, row.log2e_over_temperature);
+    const float factor = FactorOfTile<T>(part.stats.max, row.log2e_over_temperature);
     if (row.r >= 0 && lane % 4 == 0) {
       const int tile = first / kTile;
       p.all.maxima[row.r * p.all.maxima_stride + tile] = part.stats.max;
@@ -51,14 +53,14 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
     // A thread holds a pair of every eight tokens. Four threads exchange the pairs of four times
     // eight tokens, so that each gets all pairs of eight.
     const int quad = lane % 4;
-    uint4* to = reinterpret_cast<uint4*>(p.all.e.At(row.r >= 0 ? row.r : 0, first)) + quad;
+    uint4* to = reinterpret_cast<uint4*>(p.all.e.At<T>(row.r >= 0 ? row.r : 0, first)) + quad;
 #pragma unroll
     for (int i = 0; i < kRowSums; i += 8) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        words[j] = PackPair<Bf16>(acc[SumOf(half, i + 2 * j)] * factor,
-                                  acc[SumOf(half, i + 2 * j + 1)] * factor);
+        words[j] = PackPair<T>(acc[SumOf(half, i + 2 * j)] * factor,
+                               acc[SumOf(half, i + 2 * j + 1)] * factor);
       const uint4 eight = Transpose(words, quad);
       if (row.r >= 0) __stcs(to + i / 2, eight);
     }
@@ -83,10 +85,12 @@ struct ExponentialEpilogue : LossRows<ExponentialParams> {
 
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,
                          const Chunk& all, const Scratch& scratch, cudaStream_t stream) {
-  return LaunchProduct<Bf16, ExponentialEpilogue>(
-      hidden, head.weight, nullptr,
-      {.rows = rows, .all = all, .target_logits = all.target_logits, .scale = head.scale}, scratch,
-      stream);
+  const ExponentialParams p = {
+      .rows = rows, .all = all, .target_logits = all.target_logits, .scale = head.scale};
+  return Visit16Bit(head.weight.dtype, [&]<class T>() {
+    return LaunchRows<T, Rows::kMany, ExponentialEpilogue<T>>(hidden, head.weight, nullptr, p,
+                                                              scratch, stream);
+  });
 }
 
 }  // namespace logitd::cuda::hopper
