@@ -89,7 +89,8 @@ struct HeadCase {
 
 using Case = std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, HeadCase>;
 
-// What a peer takes for the same work on an H200, and what we set out to reach there.
+// What a peer takes for the same work on an H200 (bench/results/h200/peers.json says which card, and
+// when), and what we set out to reach there.
 struct Anchor {
   const char* peer = "";
   double peer_us = 0;

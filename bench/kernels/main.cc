@@ -7,7 +7,6 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,7 +31,7 @@ struct Record {
   double us = 0;
   double bytes_us = 0;    // of those bytes at the device's ceiling
   double product_us = 0;  // kProduct
-  std::optional<Anchor> h200 = Anchor{};
+  Anchor h200;
 
   double floor_us() const { return floor == Floor::kProduct ? product_us : bytes_us; }
   double share() const { return floor_us() / us; }
@@ -56,8 +55,7 @@ Record RecordOf(const SampleCase& c) {
           .shape = absl::StrFormat("%dx%d %s", c.rows, c.vocab, Name(c.dtype)),
           .fields = {{"rows", c.rows}, {"vocab", c.vocab}, {"dtype", Name(c.dtype)}},
           .floor = Floor::kRead,
-          .bytes = c.FloorBytes(),
-          .h200 = std::nullopt};
+          .bytes = c.FloorBytes()};
 }
 
 Record RecordOf(const AttentionCase& c) {
@@ -145,7 +143,7 @@ class Bench {
 };
 
 void Print(const Record& record, const std::string& label) {
-  const Anchor h200 = record.h200.value_or(Anchor{});
+  const Anchor& h200 = record.h200;
   const auto number = [](double value) {
     return value == 0 ? std::string("-") : absl::StrFormat("%.0f", value);
   };
@@ -164,12 +162,10 @@ nlohmann::json ToJson(const Record& record, const char* why) {
   } else {
     out.update({{"floor_us", record.bytes_us}, {"share_of_floor", record.share()}});
   }
-  if (record.h200) {
-    out.update({{"goal_us", record.h200->goal_us},
-                {"goal_share", record.h200->goal_share},
-                {"peer", record.h200->peer},
-                {"peer_us_h200", record.h200->peer_us}});
-  }
+  out.update({{"goal_us", record.h200.goal_us},
+              {"goal_share", record.h200.goal_share},
+              {"peer", record.h200.peer},
+              {"peer_us_h200", record.h200.peer_us}});
   return out;
 }
 
@@ -189,7 +185,7 @@ int RunEntries(Bench& bench, const std::vector<absl::Span<const Entry>>& tables,
   for (const absl::Span<const Entry> table : tables) {
     for (const Entry& entry : table) {
       Record record = std::visit([](const auto& c) { return RecordOf(c); }, entry.shape);
-      if (record.h200) record.h200 = entry.h200;
+      record.h200 = entry.h200;
       const std::string label = absl::StrCat(record.op, " ", record.shape, " ", entry.why);
       if (!Contains(label, only)) continue;
       if (const absl::Status status = bench.Measure(entry.shape, record); !status.ok()) {
