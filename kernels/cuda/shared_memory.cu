@@ -7,12 +7,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_format.h"
+#include "kernels/cuda/stream.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::cuda {
 namespace {
 
-// The driver's functions. The runtime looks them up, so that nothing here links the driver.
 struct Driver {
   decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
   decltype(&cuMemCreate) create = nullptr;
@@ -24,34 +24,13 @@ struct Driver {
   decltype(&cuMemSetAccess) set_access = nullptr;
   decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
   decltype(&cuGetErrorString) error_string = nullptr;
-  bool complete = true;
-
-  Driver() {
-    Find("cuMemGetAllocationGranularity", granularity);
-    Find("cuMemCreate", create);
-    Find("cuMemRelease", release);
-    Find("cuMemAddressReserve", reserve);
-    Find("cuMemAddressFree", free_address);
-    Find("cuMemMap", map);
-    Find("cuMemUnmap", unmap);
-    Find("cuMemSetAccess", set_access);
-    Find("cuMemExportToShareableHandle", export_handle);
-    Find("cuGetErrorString", error_string);
-  }
-
-  template <class Function>
-  void Find(const char* name, Function& function) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) !=
-            cudaSuccess ||
-        result != cudaDriverEntryPointSuccess) {
-      cudaGetLastError();
-      complete = false;
-      return;
-    }
-    function = reinterpret_cast<Function>(found);
-  }
+  bool complete = FindInDriver("cuMemGetAllocationGranularity", granularity) &&
+                  FindInDriver("cuMemCreate", create) && FindInDriver("cuMemRelease", release) &&
+                  FindInDriver("cuMemAddressReserve", reserve) &&
+                  FindInDriver("cuMemAddressFree", free_address) && FindInDriver("cuMemMap", map) &&
+                  FindInDriver("cuMemUnmap", unmap) && FindInDriver("cuMemSetAccess", set_access) &&
+                  FindInDriver("cuMemExportToShareableHandle", export_handle) &&
+                  FindInDriver("cuGetErrorString", error_string);
 };
 
 const Driver& TheDriver() {

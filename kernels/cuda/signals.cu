@@ -11,27 +11,11 @@
 namespace logitd::cuda {
 namespace {
 
-// Functions of the driver, which is not linked: the process starts without one.
 struct Driver {
   decltype(&cuStreamWriteValue32) write = nullptr;
   decltype(&cuStreamWaitValue32) wait = nullptr;
-
-  Driver() {
-    Find("cuStreamWriteValue32", write);
-    Find("cuStreamWaitValue32", wait);
-  }
-
- private:
-  template <class F>
-  static void Find(const char* name, F& function) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) ==
-            cudaSuccess &&
-        result == cudaDriverEntryPointSuccess) {
-      function = reinterpret_cast<F>(found);
-    }
-  }
+  bool complete =
+      FindInDriver("cuStreamWriteValue32", write) && FindInDriver("cuStreamWaitValue32", wait);
 };
 
 const Driver& TheDriver() {
@@ -45,8 +29,7 @@ cudaError_t ToCuda(CUresult result) { return static_cast<cudaError_t>(result); }
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Signals>> Signals::Create(int count) {
-  if (TheDriver().write == nullptr || TheDriver().wait == nullptr)
-    return ToStatus(cudaErrorNotSupported, "find the driver's signals");
+  if (!TheDriver().complete) return ToStatus(cudaErrorNotSupported, "find the driver's signals");
   auto signals = std::unique_ptr<Signals>(new Signals);
   const size_t bytes = static_cast<size_t>(count) * sizeof(Number);
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaHostAlloc(&signals->numbers_, bytes, cudaHostAllocPortable),

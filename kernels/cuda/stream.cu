@@ -1,4 +1,4 @@
-// Errors of the driver as statuses, and which devices hang.
+// Errors of the driver as statuses, its functions, and which devices hang.
 #include "kernels/cuda/stream.h"
 
 #include <cuda_runtime.h>
@@ -28,6 +28,16 @@ void SetHung(int device) {
   if (device < kMostDevices) hung[static_cast<size_t>(device)] = true;
 }
 bool IsHung(int device) { return device < kMostDevices && hung[static_cast<size_t>(device)]; }
+
+bool FindInDriver(const char* name, void** function) {
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &result);
+  cudaGetLastError();
+  if (error == cudaSuccess && result == cudaDriverEntryPointSuccess) return true;
+  *function = nullptr;
+  return false;
+}
 
 absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();

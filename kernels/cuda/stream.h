@@ -19,6 +19,14 @@ namespace logitd::cuda {
 // OK, UNAVAILABLE where the context still works, or INTERNAL. `what` was being done.
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
+// Whether the driver has the function, which is then in `function`. Nothing links the driver: a process
+// starts without one.
+bool FindInDriver(const char* name, void** function);
+template <class Function>
+bool FindInDriver(const char* name, Function& function) {
+  return FindInDriver(name, reinterpret_cast<void**>(&function));
+}
+
 // Every stream of the CUDA backend is one.
 class DeviceStream : public Stream {
  public:
