@@ -50,18 +50,13 @@ int64_t RowsAtOnce(int64_t vocab) {
 constexpr int64_t kItemTokens = 96;
 constexpr int64_t kBlockItemTokens = 24;
 
+RowNorm NormOf(const HeadView& head) { return {.weight = head.norm, .epsilon = head.norm_epsilon}; }
+
 // Packs rows [begin, begin + rows.rows) of the hidden states.
 void Pack(const TensorView& hidden, const HeadView& head, int64_t begin, const PackedRows& rows,
           ThreadPool& pool) {
   const TensorView from = RowsOf(hidden, begin, rows.rows);
-  const RowNorm norm = {.weight = head.norm, .epsilon = head.norm_epsilon};
-  pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, norm, r, rows); });
-}
-
-// Packs all rows of the hidden states on this thread.
-void Pack(const TensorView& hidden, const HeadView& head, const PackedRows& rows) {
-  const RowNorm norm = {.weight = head.norm, .epsilon = head.norm_epsilon};
-  for (int64_t r = 0; r < rows.padded_rows(); ++r) PackRow(hidden, norm, r, rows);
+  pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, NormOf(head), r, rows); });
 }
 
 bool IsAbandoned(const std::atomic<bool>* abandoned) {
@@ -85,6 +80,17 @@ LogitsEpilogue EpilogueOf(const HeadView& head) {
   return {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
 }
 
+// Packs the rows [begin, begin + count) and computes their logits of all of the head's tokens.
+void ComputeRows(const TensorView& hidden, const HeadView& head, int64_t begin, int64_t count,
+                 float* to, int64_t to_stride, ThreadPool& pool, LinearScratch& scratch,
+                 const std::atomic<bool>* abandoned) {
+  PackedRows rows = {.rows = count, .cols = head.hidden()};
+  rows.data = scratch.packed.Get(rows.size());
+  Pack(hidden, head, begin, rows, pool);
+  ComputeLogits(rows, head.weight, 0, head.vocab(), EpilogueOf(head), to, to_stride, kItemTokens,
+                pool, abandoned);
+}
+
 // Calls body(first row, logits) for one block of rows after another, until the work is abandoned.
 // For a shard without tokens, once for all rows.
 template <class Body>
@@ -94,18 +100,11 @@ void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& po
   if (vocab == 0) return body(int64_t{0}, TensorView{.rows = hidden.rows});
   const int64_t at_once = RowsAtOnce(vocab);
   for (int64_t begin = 0; begin < hidden.rows; begin += at_once) {
-    PackedRows rows = {.rows = std::min(at_once, hidden.rows - begin), .cols = head.hidden()};
-    rows.data = scratch.packed.Get(rows.size());
-    float* logits = scratch.logits.Get(rows.rows * vocab);
-    Pack(hidden, head, begin, rows, pool);
-    ComputeLogits(rows, head.weight, 0, vocab, EpilogueOf(head), logits, vocab, kItemTokens, pool,
-                  abandoned);
+    const int64_t rows = std::min(at_once, hidden.rows - begin);
+    float* logits = scratch.logits.Get(rows * vocab);
+    ComputeRows(hidden, head, begin, rows, logits, vocab, pool, scratch, abandoned);
     if (IsAbandoned(abandoned)) return;
-    body(begin, TensorView{.data = logits,
-                           .dtype = DType::kF32,
-                           .rows = rows.rows,
-                           .cols = vocab,
-                           .row_stride = vocab});
+    body(begin, TensorView{logits, DType::kF32, rows, vocab, vocab});
   }
 }
 
@@ -533,7 +532,8 @@ void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Thread
     thread_local AlignedBuffer memory;
     PackedRows row = {.rows = 1, .cols = args.head.hidden()};
     row.data = memory.Get(row.size());
-    Pack(RowsOf(args.hidden, r, 1), args.head, row);
+    const TensorView from = RowsOf(args.hidden, r, 1);
+    for (int64_t i = 0; i < row.padded_rows(); ++i) PackRow(from, NormOf(args.head), i, row);
     const int64_t token = ask.target - shard.first;
     Logits(row, args.head.weight, token, token + 1, EpilogueOf(args.head), args.targets + r, 1);
   });
@@ -545,12 +545,9 @@ void LinearSamplePartial(const LinearSamplePartialArgs& args, ThreadPool& pool,
   const int64_t stride = args.shape.shards.most_tokens();
   auto* const to = reinterpret_cast<float*>(args.block);
   for (int64_t begin = 0; tokens > 0 && begin < args.hidden.rows; begin += kMostRows) {
-    PackedRows rows = {.rows = std::min(kMostRows, args.hidden.rows - begin),
-                       .cols = args.head.hidden()};
-    rows.data = scratch.packed.Get(rows.size());
-    Pack(args.hidden, args.head, begin, rows, pool);
-    ComputeLogits(rows, args.head.weight, 0, tokens, EpilogueOf(args.head), to + begin * stride,
-                  stride, kItemTokens, pool, abandoned);
+    const int64_t rows = std::min(kMostRows, args.hidden.rows - begin);
+    ComputeRows(args.hidden, args.head, begin, rows, to + begin * stride, stride, pool, scratch,
+                abandoned);
     if (IsAbandoned(abandoned)) return;
   }
 }

@@ -227,64 +227,42 @@ struct AsSent {
   float range() const { return kInf; }
 };
 
-// The second look: the sum of exp against the cell's maximum, which is finite. With kBounds = false
-// all elements are close enough to the maximum for ExpForSum, or NaN. The bits are the same.
+// An element's exponential against its cell's maximum, which is finite. With kBounds = false all
+// elements are close enough to the maximum for ExpForSum, or NaN. The bits are the same.
 template <bool kBounds>
-class CellSummer {
+class ExpOfLogit {
  public:
-  HWY_INLINE CellSummer(const Exponent& e, float max)
+  HWY_INLINE ExpOfLogit(const Exponent& e, float max)
       : top_(hn::Set(DF(), kBounds ? max * kShrink : max)),
         scale_(
             hn::Set(DF(), kBounds ? e.log2e_over_temperature : e.log2e_over_temperature * kShrink)),
-        floor_(hn::Set(DF(), e.floor)) {
-    for (VF& s : s_) s = hn::Zero(DF());
-  }
+        floor_(hn::Set(DF(), e.floor)) {}
 
-  // Adds the next kFineGroup vectors, after `change`.
-  template <class Change, typename T>
-  HWY_INLINE void Add(const T* HWY_RESTRICT from, const Change& change) {
-    const DF d;
-    const int64_t lanes = hn::Lanes(d);
-    for (int64_t j = 0; j < kFineGroup; j += 4) {
-      VF x[4];
-      LoadTwo(d, from + j * lanes, x[0], x[1]);
-      LoadTwo(d, from + (j + 2) * lanes, x[2], x[3]);
-      change(d, x);
-      for (int64_t u = 0; u < 4; ++u) AddVector(d, x[u], s_[u]);
+  HWY_INLINE ExpFactors operator()(DF d, VF x) const {
+    if constexpr (kBounds) {
+      return ExpForSum(d, MaxOrSecond(floor_, hn::MulSub(x, hn::Set(d, kShrink), top_)), scale_);
+    } else {
+      return ExpForSum(d, hn::Sub(x, top_), scale_);
     }
-  }
-
-  // NaN where an element is.
-  HWY_INLINE float Sum() const {
-    const VF sum = hn::Add(hn::Add(s_[0], s_[1]), hn::Add(s_[2], s_[3]));
-    return hn::GetLane(hn::SumOfLanes(DF(), sum));
   }
 
  private:
-  HWY_INLINE void AddVector(DF d, VF x, VF& sum) const {
-    VF y;
-    if constexpr (kBounds) {
-      y = MaxOrSecond(floor_, hn::MulSub(x, hn::Set(d, kShrink), top_));
-    } else {
-      y = hn::Sub(x, top_);
-    }
-    const ExpFactors exp = ExpForSum(d, y, scale_);
-    sum = hn::MulAdd(exp.rest, exp.power, sum);
-  }
-
   VF top_, scale_, floor_;
-  VF s_[4];
 };
 
-// As CellSummer for 2^(exponent - that of the cell's maximum), by an exponent of each logit, for
-// which all are close enough to the maximum.
-template <class Exponents>
-class ExponentSummer {
+// 2^(exponent - that of the cell's maximum), where all are close enough to it.
+struct ExpOfExponent {
+  VF top;
+  HWY_INLINE ExpFactors operator()(DF d, VF exponent) const {
+    return ExpForSum(d, hn::Sub(exponent, top), hn::Set(d, 1.0f));
+  }
+};
+
+// The second look: the sum of exp(element after `change`).
+template <class Change, class Exp>
+class CellSummer {
  public:
-  HWY_INLINE ExponentSummer(const Exponents& exponents, float max) : exponents_(exponents) {
-    VF top[1] = {hn::Set(DF(), max)};
-    exponents_(DF(), top);
-    top_ = top[0];
+  HWY_INLINE CellSummer(const Change& change, const Exp& exp) : change_(change), exp_(exp) {
     for (VF& s : s_) s = hn::Zero(DF());
   }
 
@@ -293,14 +271,13 @@ class ExponentSummer {
   HWY_INLINE void Add(const T* HWY_RESTRICT from) {
     const DF d;
     const int64_t lanes = hn::Lanes(d);
-    const VF one = hn::Set(d, 1.0f);
     for (int64_t j = 0; j < kFineGroup; j += 4) {
       VF x[4];
       LoadTwo(d, from + j * lanes, x[0], x[1]);
       LoadTwo(d, from + (j + 2) * lanes, x[2], x[3]);
-      exponents_(d, x);
+      change_(d, x);
       for (int64_t u = 0; u < 4; ++u) {
-        const ExpFactors exp = ExpForSum(d, hn::Sub(x[u], top_), one);
+        const ExpFactors exp = exp_(d, x[u]);
         s_[u] = hn::MulAdd(exp.rest, exp.power, s_[u]);
       }
     }
@@ -313,8 +290,8 @@ class ExponentSummer {
   }
 
  private:
-  const Exponents exponents_;
-  VF top_;
+  const Change change_;
+  const Exp exp_;
   VF s_[4];
 };
 
@@ -364,8 +341,8 @@ class CellSketcher {
   // As above. `changed` are the last cell's elements after the change.
   HWY_INLINE void FinishWith(const float* changed) {
     if (summed_ == nullptr) return;
-    CellSummer<true> summer(exponent_, plan_.sums.max[at_]);
-    for (int64_t i = 0; i < kCellElements; i += Block()) summer.Add(changed + i, AsSent());
+    CellSummer summer(AsSent(), ExpOfLogit<true>(exponent_, plan_.sums.max[at_]));
+    for (int64_t i = 0; i < kCellElements; i += Block()) summer.Add(changed + i);
     SetSum(at_, summer.Sum());
   }
 
@@ -390,21 +367,22 @@ class CellSketcher {
       if (way_ == Way::kFivePowers) return SumByPowers<5>(c, body);
       if (way_ == Way::kEightPowers) return SumByPowers<8>(c, body);
     }
-    if (way_ == Way::kClose) return SumBy<false>(c, body);
-    SumBy<true>(c, body);
+    const float max = plan_.sums.max[c];
+    if (way_ == Way::kClose) return SumBy(c, change_, ExpOfLogit<false>(exponent_, max), body);
+    SumBy(c, change_, ExpOfLogit<true>(exponent_, max), body);
   }
-  template <bool kBounds, class Body>
-  HWY_INLINE void SumBy(int64_t c, const Body& body) {
-    CellSummer<kBounds> summer(exponent_, plan_.sums.max[c]);
-    body([&](const Summed* from) HWY_ATTR { summer.Add(from, change_); });
+  template <class To, class Exp, class Body>
+  HWY_INLINE void SumBy(int64_t c, const To& change, const Exp& exp, const Body& body) {
+    CellSummer summer(change, exp);
+    body([&](const Summed* from) HWY_ATTR { summer.Add(from); });
     SetSum(c, summer.Sum());
   }
   template <int kPowers, class Body>
   HWY_INLINE void SumByPowers(int64_t c, const Body& body) {
-    using Exponents = typename Change::template ByPowers<kPowers>;
-    ExponentSummer<Exponents> summer(Exponents(change_, Log2E()), sent_max_);
-    body([&](const Summed* from) HWY_ATTR { summer.Add(from); });
-    SetSum(c, summer.Sum());
+    const typename Change::template ByPowers<kPowers> exponents(change_, Log2E());
+    VF top[1] = {hn::Set(DF(), sent_max_)};
+    exponents(DF(), top);
+    SumBy(c, exponents, ExpOfExponent{top[0]}, body);
   }
 
   // log2(e) / temperature
