@@ -14,17 +14,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_format.h"
 #include "absl/types/span.h"
-#include "kernels/attention_softmax.h"
-#include "kernels/cross_entropy.h"
-#include "kernels/cross_entropy_training.h"
-#include "kernels/linear.h"
-#include "kernels/sample.h"
-#include "kernels/shard_gradients.h"
-#include "kernels/shards.h"
-#include "kernels/softmax_topk.h"
-#include "kernels/verify.h"
+#include "kernels/ops.h"
 
 namespace logitd {
 
@@ -108,78 +99,23 @@ class Stream {
 
   // Copies rows that others may write at the same time: each byte is read once. In the order of use
   // it counts as an Upload. UNIMPLEMENTED: this backend copies from slabs only.
-  virtual absl::Status Gather(absl::Span<const RowsCopy> copies) { return NoSuchOp("gather"); }
+  virtual absl::Status Gather(absl::Span<const RowsCopy> copies) {
+    return absl::UnimplementedError("gather: this backend has no such op");
+  }
 
   // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host memory
   // that PinHost has pinned. In the order of use it counts as a Download. UNIMPLEMENTED: as Gather.
   virtual absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) {
-    return NoSuchOp("deliver");
+    return absl::UnimplementedError("deliver: this backend has no such op");
   }
 
-  // One method per op. UNIMPLEMENTED: this backend has no such op.
-  virtual absl::Status SoftmaxTopK(const SoftmaxTopKArgs&) { return NoSuchOp("softmax_topk"); }
-  virtual absl::Status Sample(const SampleArgs&) { return NoSuchOp("sample"); }
-  virtual absl::Status Verify(const VerifyArgs&) { return NoSuchOp("verify"); }
-  virtual absl::Status AttentionSoftmax(const AttentionSoftmaxArgs&) {
-    return NoSuchOp("attention_softmax");
+  // Runs the op of these arguments, which are read before it returns. UNIMPLEMENTED: this backend has
+  // no such op.
+  template <class Args>
+  absl::Status Run(const Args& args) {
+    return RunOp(&args);
   }
-  virtual absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs&) {
-    return NoSuchOp("attention_softmax_backward");
-  }
-  virtual absl::Status CrossEntropy(const CrossEntropyArgs&) { return NoSuchOp("cross_entropy"); }
-  virtual absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs&) {
-    return NoSuchOp("cross_entropy_backward");
-  }
-  virtual absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs&) {
-    return NoSuchOp("cross_entropy_training");
-  }
-  virtual absl::Status LinearTopK(const LinearTopKArgs&) { return NoSuchOp("linear_topk"); }
-  virtual absl::Status LinearSample(const LinearSampleArgs&) { return NoSuchOp("linear_sample"); }
-  // The same. `max_kept`: the largest KeptTokens (kernels/sampling_rules.h) of all rows; 0: unknown, or a row
-  // has 0. It tells devices that have to exchange what they know how little is enough. It picks the
-  // way, never the bits.
-  virtual absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t /*max_kept*/) {
-    return LinearSample(args);
-  }
-  virtual absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs&) {
-    return NoSuchOp("linear_cross_entropy");
-  }
-  virtual absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs&) {
-    return NoSuchOp("linear_cross_entropy_backward");
-  }
-  virtual absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs&) {
-    return NoSuchOp("linear_cross_entropy_training");
-  }
-
-  // The halves of linear ops on a sharded head: see kernels/shards.h.
-  virtual absl::Status LinearTopKPartial(const LinearTopKPartialArgs&) {
-    return NoSuchOp("linear_topk on a shard");
-  }
-  virtual absl::Status LinearTopKMerge(const LinearTopKMergeArgs&) {
-    return NoSuchOp("linear_topk on a shard");
-  }
-  virtual absl::Status LinearSamplePartial(const LinearSamplePartialArgs&) {
-    return NoSuchOp("linear_sample on a shard");
-  }
-  virtual absl::Status LinearSampleMerge(const LinearSampleMergeArgs&) {
-    return NoSuchOp("linear_sample on a shard");
-  }
-  virtual absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs&) {
-    return NoSuchOp("linear_cross_entropy on a shard");
-  }
-  virtual absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs&) {
-    return NoSuchOp("linear_cross_entropy on a shard");
-  }
-  virtual absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs&) {
-    return NoSuchOp("linear_cross_entropy on a shard");
-  }
-  virtual absl::Status LinearCrossEntropyBackwardPartial(
-      const LinearCrossEntropyBackwardPartialArgs&) {
-    return NoSuchOp("linear_cross_entropy_backward on a shard");
-  }
-  virtual absl::Status LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs&) {
-    return NoSuchOp("linear_cross_entropy_backward on a shard");
-  }
+  virtual absl::Status RunOp(const Op& op) { return NoSuchOp(op); }
 
   // Blocks until all enqueued work is done.
   virtual absl::StatusOr<StreamTimes> Wait() = 0;
@@ -194,10 +130,6 @@ class Stream {
 
  private:
   const std::atomic<bool>* abandoned_ = nullptr;
-
-  static absl::Status NoSuchOp(std::string_view name) {
-    return absl::UnimplementedError(absl::StrFormat("%s: this backend has no such op", name));
-  }
 };
 
 // Thread-safe. Outlives its streams and slabs.

@@ -34,6 +34,10 @@ struct LinearSampleArgs {
   TensorView hidden;  // as in LinearTopKArgs
   HeadView head;
   SampleArgs sample;
+  // The largest KeptTokens (kernels/sampling_rules.h) of all rows; 0: unknown, or a row has 0. It tells
+  // devices that have to exchange what they know how little is enough: it picks the way, never the
+  // bits.
+  int32_t max_kept = 0;
 };
 
 struct LinearCrossEntropyArgs {

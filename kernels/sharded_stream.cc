@@ -22,6 +22,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
+#include "kernels/sharded_ops.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
 #if LOGITD_WITH_CUDA
@@ -156,110 +157,20 @@ class Bytes {
 
 // On devices whose memory is the host's: each writes its block where the merge reads it, so that
 // nothing has to be copied.
-class HostShardedStream final : public ShardedStream {
+class HostShardedStream final : public ShardedOps {
  public:
   HostShardedStream(std::vector<std::unique_ptr<Stream>> streams, absl::Duration hang_after)
       : shared_(std::make_shared<Shared>(std::move(streams))),
         hang_after_(hang_after),
         gang_(count()) {}
 
-  absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    return OfShard(0, lead().Upload(slab, offset, bytes));
-  }
-  absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    return OfShard(0, lead().Download(slab, offset, bytes));
-  }
-  absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    return OfShard(0, lead().Fill(slab, offset, bytes, to));
-  }
-
-  absl::Status Gather(absl::Span<const RowsCopy> copies) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    return OfShard(0, lead().Gather(copies));
-  }
-
-  absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    TopKPartialShape shape = {.shards = ShardsOf(args.head), .rows = 1, .max_k = args.topk.max_k};
-    const int64_t step = RowsAtOnce(shape.bytes());
-    return Timed([&]() -> absl::Status {
-      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
-        shape.rows = std::min(step, args.hidden.rows - begin);
-        const SoftmaxTopKArgs topk = RowsFrom(args.topk, begin);
-        std::byte* const blocks = BlocksOf(shape);
-        LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
-          return stream.LinearTopKPartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
-                                           .head = args.head.shards[shard],
-                                           .shard = shard,
-                                           .shape = shape,
-                                           .rows = topk.rows,
-                                           .block = BlockAt(blocks, shape, shard)});
-        }));
-        if (IsAbandoned()) break;
-        LOGITD_RETURN_IF_ERROR(
-            OfShard(0, lead().LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = topk})));
-      }
-      return absl::OkStatus();
+  absl::Status RunOp(const Op& op) override {
+    return Timed([&] {
+      return RunIfKnown(
+          op, Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
+                         [this](const LinearSampleArgs& args) { return Sample(args); },
+                         [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); }});
     });
-  }
-
-  absl::Status LinearSample(const LinearSampleArgs& args) override {
-    SamplePartialShape shape = {.shards = ShardsOf(args.head), .rows = 1};
-    const int64_t step = RowsAtOnce(shape.bytes());
-    return Timed([&]() -> absl::Status {
-      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
-        shape.rows = std::min(step, args.hidden.rows - begin);
-        std::byte* const blocks = BlocksOf(shape);
-        LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
-          return stream.LinearSamplePartial({.hidden = RowsOf(args.hidden, begin, shape.rows),
-                                             .head = args.head.shards[shard],
-                                             .shard = shard,
-                                             .shape = shape,
-                                             .block = BlockAt(blocks, shape, shard)});
-        }));
-        if (IsAbandoned()) break;
-        LOGITD_RETURN_IF_ERROR(OfShard(
-            0, lead().LinearSampleMerge(
-                   {.shape = shape, .blocks = blocks, .sample = RowsFrom(args.sample, begin)})));
-      }
-      return absl::OkStatus();
-    });
-  }
-
-  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    LossPartialShape shape = {.shards = ShardsOf(args.head),
-                              .rows = 1,
-                              .want = args.cross_entropy.want,
-                              .max_top = args.cross_entropy.max_top_logprobs};
-    for (int64_t r = 0; r < args.hidden.rows; ++r) {
-      const CrossEntropyRow& row = args.cross_entropy.rows[r];
-      if (row.active == 0) continue;
-      shape.totals |= row.label_smoothing > 0;
-      shape.max_extra = std::max(shape.max_extra, row.extra_count);
-    }
-    const int64_t step = RowsAtOnce(shape.bytes());
-    return Timed([&]() -> absl::Status {
-      for (int64_t begin = 0; begin < args.hidden.rows && !IsAbandoned(); begin += step) {
-        shape.rows = std::min(step, args.hidden.rows - begin);
-        LOGITD_RETURN_IF_ERROR(LossOfRows(RowsOf(args, begin, shape.rows), shape));
-      }
-      return absl::OkStatus();
-    });
-  }
-
-  absl::Status ShardedBackward(const ShardedBackwardArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.gradient, args.shards, count()));
-    return Backward(args.gradient, args.shards);
-  }
-
-  absl::Status ShardedTraining(const ShardedTrainingArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(hung_);
-    LOGITD_RETURN_IF_ERROR(CheckShardGradients(args.training.gradient, args.shards, count()));
-    LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.training.Forward()));
-    return Backward(args.training.Backward(), args.shards);
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
@@ -290,96 +201,75 @@ class HostShardedStream final : public ShardedStream {
   };
 
   const std::vector<std::unique_ptr<Stream>>& streams() const { return shared_->streams; }
-  int count() const { return static_cast<int>(streams().size()); }
-  Stream& lead() { return *streams().front(); }
+  int count() const override { return static_cast<int>(streams().size()); }
+  Stream& lead() override { return *streams().front(); }
+  const absl::Status& hung() const override { return hung_; }
+  const std::byte* blocks() const override { return shared_->blocks.Get(0); }
 
-  VocabShards ShardsOf(const HeadView& head) const {
-    return {.vocab = head.vocab(), .count = count()};
-  }
-
-  bool IsAbandoned() const {
-    return abandoned() != nullptr && abandoned()->load(std::memory_order_relaxed);
-  }
-
-  // `row_bytes`: of a block with one row.
-  int64_t RowsAtOnce(size_t row_bytes) const {
-    const auto most = static_cast<int64_t>(kMostBlockBytes / (row_bytes * streams().size()));
+  int64_t RowsAtOnce(size_t row_bytes, const TensorView&, int32_t) override {
+    const auto most = static_cast<int64_t>(kMostBlockBytes / row_bytes);
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
-
-  template <class Shape>
-  std::byte* BlocksOf(const Shape& shape) {
-    return shared_->blocks.Get(shape.bytes() * streams().size());
+  absl::Status BeginStep(const ShardInputs& inputs, size_t block_bytes) override {
+    shared_->blocks.Get(block_bytes * streams().size());
+    shared_->targets.Get(static_cast<size_t>(inputs.hidden.rows) * streams().size() *
+                         sizeof(float));
+    return absl::OkStatus();
   }
-  template <class Shape>
-  static std::byte* BlockAt(std::byte* blocks, const Shape& shape, int shard) {
-    return blocks + static_cast<size_t>(shard) * shape.bytes();
-  }
+  absl::Status ExchangeBlocks(size_t) override { return absl::OkStatus(); }
+  absl::Status ExchangeTargets(size_t) override { return absl::OkStatus(); }
 
-  absl::Status LossOfRows(const LinearCrossEntropyArgs& args, const LossPartialShape& shape) {
-    float* targets = nullptr;
-    if ((shape.want & kWantRank) != 0) {
-      targets = reinterpret_cast<float*>(
-          shared_->targets.Get(static_cast<size_t>(shape.rows) * streams().size() * sizeof(float)));
-      LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
-        return stream.LinearCrossEntropyTargets({.hidden = args.hidden,
-                                                 .head = args.head.shards[shard],
-                                                 .shard = shard,
-                                                 .shards = shape.shards,
-                                                 .rows = args.cross_entropy.rows,
-                                                 .targets = targets + shard * shape.rows});
-      }));
+  absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
+    bool totals = false;
+    int32_t max_extra = 0;
+    for (int64_t r = 0; r < args.hidden.rows; ++r) {
+      const CrossEntropyRow& row = args.cross_entropy.rows[r];
+      if (row.active == 0) continue;
+      totals |= row.label_smoothing > 0;
+      max_extra = std::max(max_extra, row.extra_count);
     }
-    std::byte* const blocks = BlocksOf(shape);
-    LOGITD_RETURN_IF_ERROR(OnAll([=](Stream& stream, int shard) {
-      return stream.LinearCrossEntropyPartial({.hidden = args.hidden,
-                                               .head = args.head.shards[shard],
-                                               .shard = shard,
-                                               .shape = shape,
-                                               .rows = args.cross_entropy.rows,
-                                               .extra_ids = args.cross_entropy.extra_ids,
-                                               .targets = targets,
-                                               .block = BlockAt(blocks, shape, shard)});
-    }));
-    if (IsAbandoned()) return absl::OkStatus();
-    return OfShard(0, lead().LinearCrossEntropyMerge(
-                          {.shape = shape, .blocks = blocks, .cross_entropy = args.cross_entropy}));
+    return Losses(args, totals, max_extra);
   }
 
-  absl::Status Backward(const LinearCrossEntropyBackwardArgs& whole, const ShardGradient* to) {
+  absl::Status Backward(const LinearCrossEntropyBackwardArgs& whole,
+                        const ShardGradient* to) override {
     return Timed([&]() -> absl::Status {
       const int64_t rows = whole.hidden.rows, hidden = whole.hidden.cols;
       auto* const parts = reinterpret_cast<float*>(shared_->parts.Get(
           static_cast<size_t>(rows * hidden) * streams().size() * sizeof(float)));
       if (IsAbandoned()) return absl::OkStatus();
       const std::vector<ShardGradient> gradients(to, to + streams().size());
-      LOGITD_RETURN_IF_ERROR(OnAll([=, cut = ShardsOf(whole.head)](Stream& stream, int shard) {
-        const ShardGradient& own = gradients[static_cast<size_t>(shard)];
-        LinearCrossEntropyBackwardArgs gradient = whole;
-        gradient.head = whole.head.shards[shard];
-        gradient.d_weight = own.d_weight;
-        gradient.d_bias = own.d_bias;
-        gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
-        return stream.LinearCrossEntropyBackwardPartial(
-            {.shard = shard, .shards = cut, .gradient = gradient});
-      }));
+      LOGITD_RETURN_IF_ERROR(
+          OnAll({}, false, [=, cut = ShardsOf(whole.head)](const ShardPlace& at) {
+            const int shard = at.shard;
+            const ShardGradient& own = gradients[static_cast<size_t>(shard)];
+            LinearCrossEntropyBackwardArgs gradient = whole;
+            gradient.head = whole.head.shards[shard];
+            gradient.d_weight = own.d_weight;
+            gradient.d_bias = own.d_bias;
+            gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
+            return at.stream.Run(LinearCrossEntropyBackwardPartialArgs{
+                .shard = shard, .shards = cut, .gradient = gradient});
+          }));
       return OfShard(
           0,
-          lead().LinearCrossEntropyBackwardMerge(
-              {.shards = count(), .parts = parts, .rows = whole.rows, .d_hidden = whole.d_hidden}));
+          lead().Run(LinearCrossEntropyBackwardMergeArgs{
+              .shards = count(), .parts = parts, .rows = whole.rows, .d_hidden = whole.d_hidden}));
     });
   }
 
-  // Calls part(stream, shard) for all devices at the same time. The first error, in their order;
-  // one that loses the device goes before one that does not. `part` has copies of all it uses.
-  absl::Status OnAll(std::function<absl::Status(Stream&, int)> part) {
+  // Returns the first error, in the order of the devices; one that loses the device goes before one
+  // that does not.
+  absl::Status OnAll(const ShardInputs& inputs, bool, const Part& part) override {
     LOGITD_RETURN_IF_ERROR(hung_);
     shared_->abandoned = IsAbandoned();
     const std::vector<int> hung = gang_.Run(
-        [shared = shared_, part = std::move(part)](int shard) {
+        [shared = shared_, inputs, part, blocks = shared_->blocks.Get(0),
+         targets = reinterpret_cast<float*>(shared_->targets.Get(0))](int shard) {
           Stream& stream = *shared->streams[static_cast<size_t>(shard)];
           stream.Watch(&shared->abandoned);
-          shared->statuses[static_cast<size_t>(shard)] = part(stream, shard);
+          shared->statuses[static_cast<size_t>(shard)] =
+              part({stream, shard, inputs, blocks, targets});
         },
         hang_after_, [this] { shared_->abandoned = IsAbandoned(); });
     if (!hung.empty()) {

@@ -34,7 +34,7 @@ namespace logitd {
 // backend's merge only.
 //
 // A training framework can call the halves with an exchange of its own, NCCL's all-gather for
-// instance: Stream (kernels/backend.h) has a method for each. On CUDA blocks are device memory, and
+// instance: a Stream (kernels/backend.h) runs each. On CUDA blocks are device memory, and
 // may be memory of a peer that the device has access to.
 
 // Tokens that one partial sum covers, counted from token 0.

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 #include <utility>
+#include <variant>
 
 #include "absl/time/time.h"
 #include "kernels/status_macros.h"
@@ -222,6 +223,19 @@ absl::StatusOr<StreamTimes> FakeStream::Wait() {
   const auto kernel = std::exchange(rows_time_, std::chrono::nanoseconds(0)).count();
   LOGITD_RETURN_IF_ERROR(backend_->Reach(FaultPoint::kWait));
   return StreamTimes{.h2d_ns = 1, .kernel_ns = 2 + kernel, .d2h_ns = 3};
+}
+
+absl::Status FakeStream::RunOp(const Op& op) {
+  std::visit(
+      [this](const auto* args) {
+        if constexpr (requires { sizeof(*args); }) last_ = *args;
+      },
+      op);
+  if (backend_ == nullptr) return absl::OkStatus();
+  return Run("", 0, [&] {
+    if (cpu_ == nullptr) cpu_ = backend_->CreateCpuStream();
+    return cpu_->RunOp(op);
+  });
 }
 
 absl::Status FakeStream::Run(std::string tags, int64_t rows,

@@ -7,11 +7,13 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <variant>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/shards.h"
+#include "kernels/status_macros.h"
 
 namespace logitd {
 
@@ -94,24 +96,12 @@ class ShardBackend final : public Backend {
     absl::Status Gather(absl::Span<const RowsCopy> copies) override {
       return stream_->Gather(copies);
     }
-    absl::Status LinearTopK(const LinearTopKArgs& args) override {
-      return stream_->LinearTopK(args);
-    }
-    absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
-      absl::Status status = backend_->Begin();
-      return status.ok() ? stream_->LinearTopKPartial(args) : status;
-    }
-    absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
-      return stream_->LinearTopKMerge(args);
-    }
-    absl::Status LinearCrossEntropyBackwardPartial(
-        const LinearCrossEntropyBackwardPartialArgs& args) override {
-      absl::Status status = backend_->Begin();
-      return status.ok() ? stream_->LinearCrossEntropyBackwardPartial(args) : status;
-    }
-    absl::Status LinearCrossEntropyBackwardMerge(
-        const LinearCrossEntropyBackwardMergeArgs& args) override {
-      return stream_->LinearCrossEntropyBackwardMerge(args);
+    absl::Status RunOp(const Op& op) override {
+      if (std::holds_alternative<const LinearTopKPartialArgs*>(op) ||
+          std::holds_alternative<const LinearCrossEntropyBackwardPartialArgs*>(op)) {
+        LOGITD_RETURN_IF_ERROR(backend_->Begin());
+      }
+      return stream_->RunOp(op);
     }
     absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
 

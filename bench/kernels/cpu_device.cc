@@ -48,12 +48,7 @@ uint64_t XorOfWords(const uint64_t* words, size_t n) {
 class CpuDevice final : public Device {
  public:
   absl::Status Init() {
-    auto backend = CreateCpuBackend({});
-    if (!backend.ok()) return backend.status();
-    backend_ = *std::move(backend);
-    auto stream = backend_->CreateStream();
-    if (!stream.ok()) return stream.status();
-    stream_ = *std::move(stream);
+    LOGITD_RETURN_IF_ERROR(Use(CreateCpuBackend({})));
     // A few million normals, repeated: drawing 2 GiB of them takes longer than the bench.
     std::mt19937_64 random(1);
     std::normal_distribution<float> normal;
@@ -62,23 +57,15 @@ class CpuDevice final : public Device {
     return absl::OkStatus();
   }
 
+#ifdef LOGITD_WITH_OPENBLAS
   // With the kernels that OpenBLAS chose: where it does not know the processor, they are slow ones.
   std::string name() const override {
-#ifdef LOGITD_WITH_OPENBLAS
-    return backend_->device().name + ", OpenBLAS for " + openblas_get_corename();
-#else
-    return backend_->device().name;
-#endif
+    return Device::name() + ", OpenBLAS for " + openblas_get_corename();
   }
+#endif
   size_t input_bytes() const override { return size_t{2} << 30; }
   DType product_dtype(DType) const override { return DType::kF32; }
 
-  absl::StatusOr<DeviceMemory> Allocate(size_t bytes) override {
-    return backend_->AllocateDevice(bytes);
-  }
-  void Free(const DeviceMemory& memory) override {
-    if (memory.data != nullptr) backend_->FreeDevice(memory);
-  }
   absl::Status CopyIn(std::byte* to, const void* from, size_t bytes) override {
     std::memcpy(to, from, bytes);
     return absl::OkStatus();
@@ -133,30 +120,6 @@ class CpuDevice final : public Device {
 #endif
   }
 
-  absl::Status Run(const SoftmaxTopKArgs& args) override { return stream_->SoftmaxTopK(args); }
-  absl::Status Run(const SampleArgs& args) override { return stream_->Sample(args); }
-  absl::Status Run(const AttentionSoftmaxArgs& args) override {
-    return stream_->AttentionSoftmax(args);
-  }
-  absl::Status Run(const AttentionSoftmaxBackwardArgs& args) override {
-    return stream_->AttentionSoftmaxBackward(args);
-  }
-  absl::Status Run(const CrossEntropyArgs& args) override { return stream_->CrossEntropy(args); }
-  absl::Status Run(const CrossEntropyBackwardArgs& args) override {
-    return stream_->CrossEntropyBackward(args);
-  }
-  absl::Status Run(const CrossEntropyTrainingArgs& args) override {
-    return stream_->CrossEntropyTraining(args);
-  }
-  absl::Status Run(const LinearTopKArgs& args) override { return stream_->LinearTopK(args); }
-  absl::Status Run(const LinearSampleArgs& args) override { return stream_->LinearSample(args); }
-  absl::Status Run(const LinearCrossEntropyArgs& args) override {
-    return stream_->LinearCrossEntropy(args);
-  }
-  absl::Status Run(const LinearCrossEntropyTrainingArgs& args) override {
-    return stream_->LinearCrossEntropyTraining(args);
-  }
-
   absl::StatusOr<double> Time(const Repeat& repeat,
                               const std::function<absl::Status(int)>& launch) override {
     const int warm_runs = repeat.slow ? kSlowWarmRuns : kWarmRuns;
@@ -175,8 +138,6 @@ class CpuDevice final : public Device {
   }
 
  private:
-  std::unique_ptr<Backend> backend_;
-  std::unique_ptr<Stream> stream_;
   std::vector<float> normals_;
 };
 

@@ -9,8 +9,8 @@
 
 #include "bench/kernels/device.h"
 #include "kernels/cuda/linear/product.h"
-#include "kernels/cuda/loss/cross_entropy_training.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/stream.h"
 
 namespace logitd::bench {
 namespace {
@@ -27,6 +27,10 @@ constexpr size_t kBriefInputBytes = size_t{1} << 30;
 constexpr int kBriefReplays = 5;
 constexpr int kBriefWarmReplays = 1;
 constexpr int kBriefLaunches = 64;
+// Training has a goal of memory too: 300 MiB besides the gradients, and 16 bits for every logit that
+// d_weight has no room for.
+constexpr size_t kTrainingBytes = size_t{290} << 20;
+constexpr size_t kMoreTrainingBytes = size_t{1} << 30;
 // A tool that watches a launch is slow, and looks after the caches itself.
 constexpr size_t kOnceInputBytes = size_t{64} << 20;
 
@@ -83,14 +87,13 @@ class CudaDevice final : public Device {
   explicit CudaDevice(Effort effort) : effort_(effort) {}
 
   absl::Status Init() {
+    LOGITD_RETURN_IF_ERROR(Use(CreateCudaBackend({})));
     cudaDeviceProp properties;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, 0)));
-    name_ = properties.name;
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
     scratch_.clusters = properties.major >= 9;
-    scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamCreate(&stream_)));
+    scratch_.bytes = kTrainingBytes + kMoreTrainingBytes;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));
     products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&workspace_, products_.workspace_bytes() + 256)));
@@ -100,10 +103,8 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     cudaFree(workspace_);
     cudaFree(scratch_.data);
-    cudaStreamDestroy(stream_);
   }
 
-  std::string name() const override { return name_; }
   size_t input_bytes() const override {
     switch (effort_) {
       case Effort::kFull:
@@ -117,19 +118,14 @@ class CudaDevice final : public Device {
   }
   DType product_dtype(DType dtype) const override { return dtype; }
 
-  absl::StatusOr<DeviceMemory> Allocate(size_t bytes) override {
-    std::byte* data = nullptr;
-    constexpr size_t kBlock = 16;  // what kernels read at once, at the end of a tensor too
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&data, (bytes + kBlock - 1) / kBlock * kBlock)));
-    return DeviceMemory{data, bytes};
-  }
-  void Free(const DeviceMemory& memory) override { cudaFree(memory.data); }
   absl::Status CopyIn(std::byte* to, const void* from, size_t bytes) override {
-    return ToStatus(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    LOGITD_RETURN_IF_ERROR(
+        ToStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, queue())));
+    return ToStatus(cudaStreamSynchronize(queue()));
   }
   absl::Status FillNormals(DType dtype, std::byte* data, size_t bytes) override {
     const size_t n = bytes / SizeOf(dtype);
-    const auto fill = [&](auto* out) { FillNormal<<<blocks(), 512, 0, stream_>>>(out, n); };
+    const auto fill = [&](auto* out) { FillNormal<<<blocks(), 512, 0, queue()>>>(out, n); };
     if (dtype == DType::kF32) fill(reinterpret_cast<float*>(data));
     if (dtype == DType::kF16) fill(reinterpret_cast<__half*>(data));
     if (dtype == DType::kBF16) fill(reinterpret_cast<__nv_bfloat16*>(data));
@@ -137,13 +133,13 @@ class CudaDevice final : public Device {
   }
 
   absl::Status Read(const std::byte* from, size_t bytes) override {
-    ReadAll<<<blocks(), 512, 0, stream_>>>(reinterpret_cast<const uint4*>(from),
+    ReadAll<<<blocks(), 512, 0, queue()>>>(reinterpret_cast<const uint4*>(from),
                                            bytes / sizeof(uint4),
                                            reinterpret_cast<uint32_t*>(workspace_));
     return ToStatus(cudaGetLastError());
   }
   absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes) override {
-    CopyAll<<<blocks(), 512, 0, stream_>>>(reinterpret_cast<const uint4*>(from),
+    CopyAll<<<blocks(), 512, 0, queue()>>>(reinterpret_cast<const uint4*>(from),
                                            reinterpret_cast<uint4*>(to), bytes / sizeof(uint4));
     return ToStatus(cudaGetLastError());
   }
@@ -158,50 +154,19 @@ class CudaDevice final : public Device {
          .transpose_b = true,
          .out = {product.logits, product.dtype, product.rows, product.vocab, product.logits_stride},
          .workspace = workspace_},
-        stream_));
+        queue()));
   }
 
-  absl::Status Run(const SoftmaxTopKArgs& args) override {
-    return ToStatus(cuda::SoftmaxTopK(args, scratch_, stream_));
-  }
-  absl::Status Run(const SampleArgs& args) override {
-    return ToStatus(cuda::Sample(args, scratch_, stream_));
-  }
-  absl::Status Run(const AttentionSoftmaxArgs& args) override {
-    return ToStatus(cuda::AttentionSoftmax(args, scratch_, stream_));
-  }
-  absl::Status Run(const AttentionSoftmaxBackwardArgs& args) override {
-    return ToStatus(cuda::AttentionSoftmaxBackward(args, scratch_, stream_));
-  }
-  absl::Status Run(const CrossEntropyArgs& args) override {
-    return ToStatus(cuda::CrossEntropy(args, scratch_, stream_));
-  }
-  absl::Status Run(const CrossEntropyBackwardArgs& args) override {
-    return ToStatus(cuda::CrossEntropyBackward(args, stream_));
-  }
-  absl::Status Run(const CrossEntropyTrainingArgs& args) override {
-    return ToStatus(cuda::CrossEntropyTraining(args, scratch_, stream_));
-  }
-  absl::Status Run(const LinearTopKArgs& args) override {
-    return RunLinear(&cuda::LinearTopK, args, scratch_);
-  }
-  absl::Status Run(const LinearSampleArgs& args) override {
-    return RunLinear(&cuda::LinearSample, args, scratch_);
-  }
-  absl::Status Run(const LinearCrossEntropyArgs& args) override {
-    return RunLinear(&cuda::LinearCrossEntropy, args, scratch_);
-  }
   absl::Status Run(const LinearCrossEntropyTrainingArgs& args) override {
-    // Training has a goal of memory too: 300 MiB besides the gradients, and 16 bits for every logit
-    // that d_weight has no room for.
     const LinearCrossEntropyBackwardArgs& of = args.gradient;
     const int64_t logits = of.hidden.rows * of.head.vocab() * 2;
     const int64_t room =
         of.d_weight.rows * of.d_weight.cols * static_cast<int64_t>(SizeOf(of.d_weight.dtype));
     cuda::Scratch lean = scratch_;
     lean.bytes = std::min(
-        lean.bytes, (size_t{290} << 20) + static_cast<size_t>(std::max<int64_t>(0, logits - room)));
-    return RunLinear(&cuda::LinearCrossEntropyTraining, args, lean);
+        lean.bytes, kTrainingBytes + static_cast<size_t>(std::max<int64_t>(0, logits - room)));
+    LOGITD_RETURN_IF_ERROR(products_status_);
+    return ToStatus(cuda::LinearCrossEntropyTraining(args, products_, lean, queue()));
   }
 
   absl::StatusOr<double> Time(const Repeat& repeat,
@@ -211,9 +176,9 @@ class CudaDevice final : public Device {
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventCreate(&end)));
     std::vector<double> us;
     const auto timed = [&](int launches, const auto& run) -> absl::Status {
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(begin, stream_)));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(begin, queue())));
       LOGITD_RETURN_IF_ERROR(run());
-      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(end, stream_)));
+      LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventRecord(end, queue())));
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(end)));
       float ms = 0;
       LOGITD_RETURN_IF_ERROR(ToStatus(cudaEventElapsedTime(&ms, begin, end)));
@@ -228,10 +193,10 @@ class CudaDevice final : public Device {
     const bool full = effort_ == Effort::kFull;
     const int launches = full ? repeat.launches : std::min(repeat.launches, kBriefLaunches);
     LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)));
+        ToStatus(cudaStreamBeginCapture(queue(), cudaStreamCaptureModeThreadLocal)));
     absl::Status launched = absl::OkStatus();
     for (int i = 0; i < launches && launched.ok(); ++i) launched.Update(launch(i));
-    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(stream_, &graph)));
+    LOGITD_RETURN_IF_ERROR(ToStatus(cudaStreamEndCapture(queue(), &graph)));
     LOGITD_RETURN_IF_ERROR(launched);
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaGraphInstantiate(&exec, graph, 0)));
     const int warm = full ? kWarmReplays : kBriefWarmReplays;
@@ -239,7 +204,7 @@ class CudaDevice final : public Device {
     for (int i = 0; i < replays; ++i) {
       if (i == warm) us.clear();
       LOGITD_RETURN_IF_ERROR(
-          timed(launches, [&] { return ToStatus(cudaGraphLaunch(exec, stream_)); }));
+          timed(launches, [&] { return ToStatus(cudaGraphLaunch(exec, queue())); }));
     }
     cudaEventDestroy(begin);
     cudaEventDestroy(end);
@@ -250,17 +215,10 @@ class CudaDevice final : public Device {
 
  private:
   int blocks() const { return scratch_.multiprocessors * 8; }
-
-  template <class Op, class Args>
-  absl::Status RunLinear(Op op, const Args& args, const cuda::Scratch& scratch) {
-    LOGITD_RETURN_IF_ERROR(products_status_);
-    return ToStatus(op(args, products_, scratch, stream_));
-  }
+  cudaStream_t queue() const { return static_cast<cuda::DeviceStream&>(*stream_).native(); }
 
   const Effort effort_;
-  std::string name_;
-  cudaStream_t stream_ = nullptr;
-  cuda::Scratch scratch_;
+  cuda::Scratch scratch_;  // of training
   cuda::Products products_;
   absl::Status products_status_;
   std::byte* workspace_ = nullptr;  // of bare products, and a sink of reads
@@ -269,11 +227,6 @@ class CudaDevice final : public Device {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(Effort effort) {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    return absl::UnavailableError("no CUDA device answers");
-  }
   auto device = std::make_unique<CudaDevice>(effort);
   LOGITD_RETURN_IF_ERROR(device->Init());
   return device;

@@ -46,34 +46,46 @@ inline double Median(std::vector<double> values) {
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string name() const = 0;
+  virtual std::string name() const { return backend_->device().name; }
   virtual size_t input_bytes() const = 0;  // far more than the caches hold
   // The type of bare products, and of a head's gradients, where the head has `dtype`.
   virtual DType product_dtype(DType dtype) const = 0;
 
-  virtual absl::StatusOr<DeviceMemory> Allocate(size_t bytes) = 0;
-  virtual void Free(const DeviceMemory& memory) = 0;
+  absl::StatusOr<DeviceMemory> Allocate(size_t bytes) { return backend_->AllocateDevice(bytes); }
+  void Free(const DeviceMemory& memory) {
+    if (memory.data != nullptr) backend_->FreeDevice(memory);
+  }
   virtual absl::Status CopyIn(std::byte* to, const void* from, size_t bytes) = 0;
   virtual absl::Status FillNormals(DType dtype, std::byte* data, size_t bytes) = 0;
 
   virtual absl::Status Read(const std::byte* from, size_t bytes) = 0;
   virtual absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes) = 0;
   virtual absl::Status Run(const BareProduct& product) = 0;
-  virtual absl::Status Run(const SoftmaxTopKArgs& args) = 0;
-  virtual absl::Status Run(const SampleArgs& args) = 0;
-  virtual absl::Status Run(const AttentionSoftmaxArgs& args) = 0;
-  virtual absl::Status Run(const AttentionSoftmaxBackwardArgs& args) = 0;
-  virtual absl::Status Run(const CrossEntropyArgs& args) = 0;
-  virtual absl::Status Run(const CrossEntropyBackwardArgs& args) = 0;
-  virtual absl::Status Run(const CrossEntropyTrainingArgs& args) = 0;
-  virtual absl::Status Run(const LinearTopKArgs& args) = 0;
-  virtual absl::Status Run(const LinearSampleArgs& args) = 0;
-  virtual absl::Status Run(const LinearCrossEntropyArgs& args) = 0;
-  virtual absl::Status Run(const LinearCrossEntropyTrainingArgs& args) = 0;
+  virtual absl::Status Run(const LinearCrossEntropyTrainingArgs& args) {
+    return stream_->Run(args);
+  }
+  // Any other op, by its arguments.
+  template <class Args>
+  absl::Status Run(const Args& args) {
+    return stream_->Run(args);
+  }
 
   // Median time in microseconds of launch(i), i = 0, 1, ...
   virtual absl::StatusOr<double> Time(const Repeat& repeat,
                                       const std::function<absl::Status(int)>& launch) = 0;
+
+ protected:
+  absl::Status Use(absl::StatusOr<std::unique_ptr<Backend>> backend) {
+    if (!backend.ok()) return backend.status();
+    backend_ = *std::move(backend);
+    auto stream = backend_->CreateStream();
+    if (!stream.ok()) return stream.status();
+    stream_ = *std::move(stream);
+    return absl::OkStatus();
+  }
+
+  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<Stream> stream_;
 };
 
 // What goes into a figure.

@@ -98,37 +98,37 @@ absl::Status Call::Launch(Stream& stream, ShardedStream* sharded, const HeadView
                           const std::vector<ShardGradient>& gradients) const {
   switch (case_.op) {
     case HeadOp::kTopK:
-      return stream.LinearTopK({hidden_,
-                                head,
-                                {.rows = topk_rows_,
-                                 .max_k = kTopK,
-                                 .indices = ids_,
-                                 .probs = floats_,
-                                 .logsumexp = logsumexp_,
-                                 .status = status_}});
+      return stream.Run(LinearTopKArgs{hidden_,
+                                       head,
+                                       {.rows = topk_rows_,
+                                        .max_k = kTopK,
+                                        .indices = ids_,
+                                        .probs = floats_,
+                                        .logsumexp = logsumexp_,
+                                        .status = status_}});
     case HeadOp::kSample:
     case HeadOp::kSampleWhole:
-      return stream.LinearSampleOfKept({hidden_,
-                                        head,
-                                        {.rows = sample_rows_,
-                                         .edited = false,
-                                         .tokens = ids_,
-                                         .logprobs = floats_,
-                                         .ranks = ranks_,
-                                         .logsumexp = logsumexp_,
-                                         .status = status_}},
-                                       max_kept_);
+      return stream.Run(LinearSampleArgs{hidden_,
+                                         head,
+                                         {.rows = sample_rows_,
+                                          .edited = false,
+                                          .tokens = ids_,
+                                          .logprobs = floats_,
+                                          .ranks = ranks_,
+                                          .logsumexp = logsumexp_,
+                                          .status = status_},
+                                         max_kept_});
     case HeadOp::kCrossEntropy:
-      return stream.LinearCrossEntropy({hidden_,
-                                        head,
-                                        {.rows = loss_rows_,
-                                         .want = 0,
-                                         .max_top_logprobs = 0,
-                                         .max_extra_ids = 0,
-                                         .answers = {.loss = floats_,
-                                                     .logsumexp = logsumexp_,
-                                                     .target_logprob = target_logprob_,
-                                                     .status = status_}}});
+      return stream.Run(LinearCrossEntropyArgs{hidden_,
+                                               head,
+                                               {.rows = loss_rows_,
+                                                .want = 0,
+                                                .max_top_logprobs = 0,
+                                                .max_extra_ids = 0,
+                                                .answers = {.loss = floats_,
+                                                            .logsumexp = logsumexp_,
+                                                            .target_logprob = target_logprob_,
+                                                            .status = status_}}});
     case HeadOp::kTraining:
       return LaunchTraining(stream, sharded, head, gradients);
   }
@@ -150,7 +150,7 @@ absl::Status Call::LaunchTraining(Stream& stream, ShardedStream* sharded, const 
                               .shards = gradients.data() + 1};
   if (sharded != nullptr) return sharded->ShardedTraining(args);
   args.training.gradient.d_weight = gradients.front().d_weight;
-  return stream.LinearCrossEntropyTraining(args.training);
+  return stream.Run(args.training);
 }
 
 }  // namespace logitd::bench

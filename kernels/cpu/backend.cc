@@ -53,88 +53,73 @@ class CpuStream : public Stream {
     return absl::OkStatus();
   }
 
-  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override {
-    return Timed([&] { cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_); });
-  }
-  absl::Status Sample(const SampleArgs& args) override {
-    return Timed([&] { cpu::Sample(args, *pool_, sample_scratch_); });
-  }
-  absl::Status Verify(const VerifyArgs& args) override {
-    return Timed([&] { cpu::Verify(args, *pool_); });
-  }
-  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override {
-    return Timed([&] { cpu::AttentionSoftmax(args, *pool_); });
-  }
-  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override {
-    return Timed([&] { cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_); });
-  }
-  absl::Status CrossEntropy(const CrossEntropyArgs& args) override {
-    return Timed([&] { cpu::CrossEntropy(args, *pool_, loss_scratch_); });
-  }
-  absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override {
-    return Timed([&] { cpu::CrossEntropyBackward(args, *pool_); });
-  }
-  absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs& args) override {
-    return Timed([&] { cpu::CrossEntropyTraining(args, *pool_, loss_scratch_); });
-  }
-  absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    return Timed([&] { cpu::LinearTopK(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearSample(const LinearSampleArgs& args) override {
-    return Timed([&] { cpu::LinearSample(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropy(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearCrossEntropyBackwardPartial(
-      const LinearCrossEntropyBackwardPartialArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropyBackwardPartial(args, *pool_, linear_scratch_); });
-  }
-  absl::Status LinearCrossEntropyBackwardMerge(
-      const LinearCrossEntropyBackwardMergeArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropyBackwardMerge(args, *pool_, linear_scratch_); });
-  }
-  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_); });
-  }
-  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
-    LOGITD_RETURN_IF_ERROR(LinearCrossEntropy(args.Forward()));
-    return LinearCrossEntropyBackward(args.Backward());
-  }
-
-  absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
-    return Timed([&] { cpu::LinearTopKPartial(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override {
-    return Timed([&] { cpu::TopKMerge(args, *pool_); });
-  }
-  absl::Status LinearSamplePartial(const LinearSamplePartialArgs& args) override {
-    return Timed([&] { cpu::LinearSamplePartial(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearSampleMerge(const LinearSampleMergeArgs& args) override {
-    return Timed([&] { cpu::LinearSampleMerge(args, *pool_, linear_scratch_); });
-  }
-  absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args) override {
-    return Timed([&] { cpu::LinearCrossEntropyTargets(args, *pool_); });
-  }
-  absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args) override {
-    return Timed(
-        [&] { cpu::LinearCrossEntropyPartial(args, *pool_, linear_scratch_, abandoned()); });
-  }
-  absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args) override {
-    return Timed([&] { cpu::CrossEntropyMerge(args, *pool_); });
+  absl::Status RunOp(const Op& op) override {
+    const auto start = std::chrono::steady_clock::now();
+    absl::Status status =
+        RunIfKnown(op, [this](const auto& args) -> decltype(Compute(args), absl::OkStatus()) {
+          Compute(args);
+          return absl::OkStatus();
+        });
+    const auto spent = std::chrono::steady_clock::now() - start;
+    times_.kernel_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
+    return status;
   }
 
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
  private:
-  template <typename Op>
-  absl::Status Timed(const Op& op) {
-    const auto start = std::chrono::steady_clock::now();
-    op();
-    const auto spent = std::chrono::steady_clock::now() - start;
-    times_.kernel_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
-    return absl::OkStatus();
+  void Compute(const SoftmaxTopKArgs& args) {
+    cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_);
+  }
+  void Compute(const SampleArgs& args) { cpu::Sample(args, *pool_, sample_scratch_); }
+  void Compute(const VerifyArgs& args) { cpu::Verify(args, *pool_); }
+  void Compute(const AttentionSoftmaxArgs& args) { cpu::AttentionSoftmax(args, *pool_); }
+  void Compute(const AttentionSoftmaxBackwardArgs& args) {
+    cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_);
+  }
+  void Compute(const CrossEntropyArgs& args) { cpu::CrossEntropy(args, *pool_, loss_scratch_); }
+  void Compute(const CrossEntropyBackwardArgs& args) { cpu::CrossEntropyBackward(args, *pool_); }
+  void Compute(const CrossEntropyTrainingArgs& args) {
+    cpu::CrossEntropyTraining(args, *pool_, loss_scratch_);
+  }
+  void Compute(const LinearTopKArgs& args) {
+    cpu::LinearTopK(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearSampleArgs& args) {
+    cpu::LinearSample(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearCrossEntropyArgs& args) {
+    cpu::LinearCrossEntropy(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearCrossEntropyBackwardPartialArgs& args) {
+    cpu::LinearCrossEntropyBackwardPartial(args, *pool_, linear_scratch_);
+  }
+  void Compute(const LinearCrossEntropyBackwardMergeArgs& args) {
+    cpu::LinearCrossEntropyBackwardMerge(args, *pool_, linear_scratch_);
+  }
+  void Compute(const LinearCrossEntropyBackwardArgs& args) {
+    cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_);
+  }
+  void Compute(const LinearTopKPartialArgs& args) {
+    cpu::LinearTopKPartial(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearTopKMergeArgs& args) { cpu::TopKMerge(args, *pool_); }
+  void Compute(const LinearSamplePartialArgs& args) {
+    cpu::LinearSamplePartial(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearSampleMergeArgs& args) {
+    cpu::LinearSampleMerge(args, *pool_, linear_scratch_);
+  }
+  void Compute(const LinearCrossEntropyTargetsArgs& args) {
+    cpu::LinearCrossEntropyTargets(args, *pool_);
+  }
+  void Compute(const LinearCrossEntropyPartialArgs& args) {
+    cpu::LinearCrossEntropyPartial(args, *pool_, linear_scratch_, abandoned());
+  }
+  void Compute(const LinearCrossEntropyMergeArgs& args) { cpu::CrossEntropyMerge(args, *pool_); }
+  void Compute(const LinearCrossEntropyTrainingArgs& args) {
+    Compute(args.Forward());
+    Compute(args.Backward());
   }
 
   cpu::ThreadPool* pool_;

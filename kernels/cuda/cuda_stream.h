@@ -54,34 +54,7 @@ class CudaStream final : public DeviceStream {
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override;
 
   // Ops: cuda_stream_ops.cu.
-  absl::Status SoftmaxTopK(const SoftmaxTopKArgs& args) override;
-  absl::Status Sample(const SampleArgs& args) override;
-  absl::Status Verify(const VerifyArgs& args) override;
-  absl::Status AttentionSoftmax(const AttentionSoftmaxArgs& args) override;
-  absl::Status AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) override;
-  absl::Status CrossEntropy(const CrossEntropyArgs& args) override;
-  absl::Status CrossEntropyBackward(const CrossEntropyBackwardArgs& args) override;
-  absl::Status CrossEntropyTraining(const CrossEntropyTrainingArgs& args) override;
-  absl::Status LinearTopK(const LinearTopKArgs& args) override;
-  absl::Status LinearSample(const LinearSampleArgs& args) override;
-  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override;
-  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override;
-  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override;
-  absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override;
-  absl::Status LinearTopKMerge(const LinearTopKMergeArgs& args) override;
-  absl::Status LinearSamplePartial(const LinearSamplePartialArgs& args) override;
-  absl::Status LinearSampleMerge(const LinearSampleMergeArgs& args) override;
-  absl::Status LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args) override;
-  absl::Status LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args) override;
-  absl::Status LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args) override;
-  absl::Status LinearCrossEntropyBackwardPartial(
-      const LinearCrossEntropyBackwardPartialArgs& args) override;
-  absl::Status LinearCrossEntropyBackwardMerge(
-      const LinearCrossEntropyBackwardMergeArgs& args) override;
-
-  absl::Status ShardLogits(const ShardLogitsArgs& args) override;
-  absl::Status KeptSamplePartial(const KeptSamplePartialArgs& args) override;
-  absl::Status KeptSampleMerge(const KeptSampleMergeArgs& args) override;
+  absl::Status RunOp(const Op& op) override;
   bool TrainingFits(const ShardTrainingArgs& args) override;
   absl::Status BeginTraining(const ShardTrainingArgs& args) override;
   absl::Status EndTraining(
@@ -115,13 +88,8 @@ class CudaStream final : public DeviceStream {
     RowsCopy download = {};  // no rows: none
   };
 
-  // Enqueues an op, or keeps it for RunDeferred. `arguments`: those beside the logits.
-  template <class Op, class Args, class Arguments>
-  absl::Status RunSmall(std::string_view name, Op op, const Args& args, const TensorView& logits,
-                        const Arguments& arguments);
-
-  template <class... Values>
-  void AppendToKey(const Values&... values);
+  // Whether an op on these logits is small work, and may be kept for RunDeferred.
+  bool KeepsSmall(const TensorView& logits) const;
 
   // Enqueues what was kept, as a graph where it was the same before.
   absl::Status RunDeferred();
@@ -131,14 +99,12 @@ class CudaStream final : public DeviceStream {
   // Enqueues what was kept, because other work follows it.
   absl::Status UndoDefer();
 
-  // Enqueues an op.
-  template <class Op, class Args>
-  absl::Status Run(std::string_view name, Op op, const Args& args);
-
-  // Enqueues a linear op. UNAVAILABLE where its route needs cuBLASLt and there is none.
-  template <class Op, class Args>
-  absl::Status RunLinear(std::string_view name, Op op, const Args& args, LinearOp linear_op,
-                         const HeadView& head);
+  // Enqueues an op. `launch` takes the arguments and the stream; before the stream it may take the
+  // scratch, or products and the scratch. UNAVAILABLE where `op`'s route needs cuBLASLt and there is
+  // none.
+  template <class Launch, class Args>
+  absl::Status Start(std::string_view name, const Launch& launch, const Args& args,
+                     LinearOp op = {});
 
   // Whether a kernel uploads so many bytes, together with what is kept for it.
   bool KernelUploads(const std::byte* to, const std::byte* from, size_t bytes) const;

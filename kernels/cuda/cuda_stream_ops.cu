@@ -1,9 +1,11 @@
 // What a stream computes: the ops, and small work that is kept to run as a graph.
 #include <cuda_runtime.h>
 
-#include <tuple>
+#include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
+#include <variant>
 
 #include "kernels/cuda/cuda_stream.h"
 #include "kernels/cuda/linear/shards.h"
@@ -15,182 +17,133 @@ namespace {
 
 constexpr int64_t kFewRows = 8;  // work is small, and may be a graph, with up to so many
 
-}  // namespace
+// A launcher, which is found by the arguments that it takes.
+template <class Args, class... More>
+struct Launcher {
+  constexpr Launcher(cudaError_t (*launch)(const Args&, More...), LinearOp op = {})
+      : launch(launch), linear_op(op) {}
+  constexpr const Launcher& operator()(const Args&) const { return *this; }
 
-absl::Status CudaStream::ShardLogits(const cuda::ShardLogitsArgs& args) {
-  return RunLinear("logits of a shard", &cuda::ShardLogits, args, cuda::LinearOp::kTokens,
-                   args.head);
-}
+  cudaError_t (*launch)(const Args&, More...);
+  LinearOp linear_op;  // of those that take products
+};
 
-absl::Status CudaStream::KeptSamplePartial(const cuda::KeptSamplePartialArgs& args) {
-  return RunLinear("linear_sample on a shard", &cuda::KeptSamplePartial, args,
-                   cuda::LinearOp::kTokens, args.head);
-}
+constexpr Overloaded kLaunchers = {
+    Launcher(&SoftmaxTopK),
+    Launcher(&Sample),
+    Launcher(&Verify),
+    Launcher(&AttentionSoftmax),
+    Launcher(&AttentionSoftmaxBackward),
+    Launcher(&CrossEntropy),
+    Launcher(&CrossEntropyBackward),
+    Launcher(&CrossEntropyTraining),
+    Launcher(&LinearTopK, LinearOp::kTokens),
+    Launcher(&LinearSample, LinearOp::kTokens),
+    Launcher(&LinearCrossEntropy, LinearOp::kLosses),
+    Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
+    Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),
+    Launcher(&LinearTopKPartial, LinearOp::kTokens),
+    Launcher(&LinearTopKMerge),
+    Launcher(&LinearSamplePartial, LinearOp::kTokens),
+    Launcher(&LinearSampleMerge),
+    Launcher(&LinearCrossEntropyTargets, LinearOp::kLosses),
+    Launcher(&LinearCrossEntropyPartial, LinearOp::kLosses),
+    Launcher(&LinearCrossEntropyMerge),
+    Launcher(&LinearCrossEntropyBackwardPartial, LinearOp::kGradients),
+    Launcher(&LinearCrossEntropyBackwardMerge),
+    Launcher(&ShardLogits, LinearOp::kTokens),
+    Launcher(&KeptSamplePartial, LinearOp::kTokens),
+    Launcher(&KeptSampleMerge),
+};
 
-absl::Status CudaStream::KeptSampleMerge(const cuda::KeptSampleMergeArgs& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(cuda::KeptSampleMerge(args, stream_), "linear_sample on shards");
-}
-
-bool CudaStream::TrainingFits(const cuda::ShardTrainingArgs& args) {
-  cudaSetDevice(device_);  // a route asks the thread's device
-  return cuda::ShardTrainingFits(args, products_, scratch_);
-}
-
-absl::Status CudaStream::BeginTraining(const cuda::ShardTrainingArgs& args) {
-  return RunLinear("losses of training on a shard", &cuda::BeginShardTraining, args,
-                   cuda::LinearOp::kTraining, args.training.gradient.head);
-}
-
-absl::Status CudaStream::EndTraining(
-    const cuda::ShardTrainingArgs& args,
-    absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) {
-  const auto end = [&](const auto& of, auto& products, const auto& scratch, cudaStream_t stream) {
-    return cuda::EndShardTraining(of, hidden_done, products, scratch, stream);
-  };
-  return RunLinear("gradients of training on a shard", end, args, cuda::LinearOp::kTraining,
-                   args.training.gradient.head);
-}
-
-absl::Status CudaStream::SoftmaxTopK(const SoftmaxTopKArgs& args) {
-  const auto& [logits, rows, max_k, indices, probs, logsumexp, status] = args;
-  return RunSmall("softmax_topk", &cuda::SoftmaxTopK, args, logits,
-                  std::make_tuple(rows, max_k, indices, probs, logsumexp, status));
-}
-
-absl::Status CudaStream::Sample(const SampleArgs& args) {
-  const auto& [logits, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
-               logsumexp, top_ids, top_logprobs, extra_logprobs, status] = args;
-  return RunSmall(
-      "sample", &cuda::Sample, args, logits,
-      std::make_tuple(rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
-                      logsumexp, top_ids, top_logprobs, extra_logprobs, status));
-}
-
-absl::Status CudaStream::Verify(const VerifyArgs& args) {
-  return Run("verify", &cuda::Verify, args);
-}
-
-absl::Status CudaStream::AttentionSoftmax(const AttentionSoftmaxArgs& args) {
-  return Run("attention_softmax", &cuda::AttentionSoftmax, args);
-}
-
-absl::Status CudaStream::AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args) {
-  return Run("attention_softmax_backward", &cuda::AttentionSoftmaxBackward, args);
-}
-
-absl::Status CudaStream::CrossEntropy(const CrossEntropyArgs& args) {
-  return Run("cross_entropy", &cuda::CrossEntropy, args);
-}
-
-absl::Status CudaStream::CrossEntropyBackward(const CrossEntropyBackwardArgs& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(cuda::CrossEntropyBackward(args, stream_), "cross_entropy_backward");
-}
-
-absl::Status CudaStream::CrossEntropyTraining(const CrossEntropyTrainingArgs& args) {
-  return Run("cross_entropy_training", &cuda::CrossEntropyTraining, args);
-}
-
-absl::Status CudaStream::LinearTopK(const LinearTopKArgs& args) {
-  return RunLinear("linear_topk", &cuda::LinearTopK, args, cuda::LinearOp::kTokens, args.head);
-}
-
-absl::Status CudaStream::LinearSample(const LinearSampleArgs& args) {
-  return RunLinear("linear_sample", &cuda::LinearSample, args, cuda::LinearOp::kTokens, args.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropy(const LinearCrossEntropyArgs& args) {
-  return RunLinear("linear_cross_entropy", &cuda::LinearCrossEntropy, args, cuda::LinearOp::kLosses,
-                   args.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) {
-  return RunLinear("linear_cross_entropy_backward", &cuda::LinearCrossEntropyBackward, args,
-                   cuda::LinearOp::kGradients, args.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) {
-  return RunLinear("linear_cross_entropy_training", &cuda::LinearCrossEntropyTraining, args,
-                   cuda::LinearOp::kTraining, args.gradient.head);
-}
-
-absl::Status CudaStream::LinearTopKPartial(const LinearTopKPartialArgs& args) {
-  return RunLinear("linear_topk on a shard", &cuda::LinearTopKPartial, args,
-                   cuda::LinearOp::kTokens, args.head);
-}
-
-absl::Status CudaStream::LinearTopKMerge(const LinearTopKMergeArgs& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(cuda::LinearTopKMerge(args, stream_), "linear_topk on shards");
-}
-
-absl::Status CudaStream::LinearSamplePartial(const LinearSamplePartialArgs& args) {
-  return RunLinear("linear_sample on a shard", &cuda::LinearSamplePartial, args,
-                   cuda::LinearOp::kTokens, args.head);
-}
-
-absl::Status CudaStream::LinearSampleMerge(const LinearSampleMergeArgs& args) {
-  return Run("linear_sample on shards", &cuda::LinearSampleMerge, args);
-}
-
-absl::Status CudaStream::LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args) {
-  return RunLinear("linear_cross_entropy's targets", &cuda::LinearCrossEntropyTargets, args,
-                   cuda::LinearOp::kLosses, args.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args) {
-  return RunLinear("linear_cross_entropy on a shard", &cuda::LinearCrossEntropyPartial, args,
-                   cuda::LinearOp::kLosses, args.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(cuda::LinearCrossEntropyMerge(args, stream_), "linear_cross_entropy on shards");
-}
-
-absl::Status CudaStream::LinearCrossEntropyBackwardPartial(
-    const LinearCrossEntropyBackwardPartialArgs& args) {
-  return RunLinear("linear_cross_entropy_backward on a shard",
-                   &cuda::LinearCrossEntropyBackwardPartial, args, cuda::LinearOp::kGradients,
-                   args.gradient.head);
-}
-
-absl::Status CudaStream::LinearCrossEntropyBackwardMerge(
-    const LinearCrossEntropyBackwardMergeArgs& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(cuda::LinearCrossEntropyBackwardMerge(args, stream_),
-                  "linear_cross_entropy_backward on shards");
-}
-
-template <class Op, class Args, class Arguments>
-absl::Status CudaStream::RunSmall(std::string_view name, Op op, const Args& args,
-                                  const TensorView& logits, const Arguments& arguments) {
-  if (phase_ != kIdle || uploads_.empty() || uploads_.size() > kMostSmallCopies ||
-      small_.op != nullptr || marks_ == nullptr || logits.rows > kFewRows) {
-    return Run(name, op, args);
+// The part of the head that the device has.
+template <class Args>
+const HeadView& HeadOf(const Args& args) {
+  if constexpr (requires { args.head; }) {
+    return args.head;
+  } else if constexpr (requires { args.gradient; }) {
+    return args.gradient.head;
+  } else {
+    return args.training.gradient.head;
   }
-  small_ = {.name = name, .op = [this, op, args] { return op(args, scratch_, stream_); }};
-  small_key_ = name;
-  AppendToKey(logits.data, logits.dtype, logits.rows, logits.cols, logits.row_stride);
-  std::apply([this](const auto&... each) { AppendToKey(each...); }, arguments);
-  return absl::OkStatus();
 }
 
 template <class... Values>
-void CudaStream::AppendToKey(const Values&... values) {
-  const auto append = [this](const auto& value) {
+void Append(std::string& key, const Values&... values) {
+  const auto append = [&key](const auto& value) {
     static_assert(std::is_scalar_v<std::decay_t<decltype(value)>>);  // no padding
-    small_key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    key.append(reinterpret_cast<const char*>(&value), sizeof(value));
   };
   (append(values), ...);
+}
+void Append(std::string& key, const TensorView& of) {
+  Append(key, of.data, of.dtype, of.rows, of.cols, of.row_stride);
+}
+
+// All that an op depends on, for those that may be small work.
+void AppendArgs(std::string& key, const SoftmaxTopKArgs& args) {
+  const auto& [logits, rows, max_k, indices, probs, logsumexp, status] = args;
+  Append(key, logits);
+  Append(key, rows, max_k, indices, probs, logsumexp, status);
+}
+void AppendArgs(std::string& key, const SampleArgs& args) {
+  const auto& [logits, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
+               logsumexp, top_ids, top_logprobs, extra_logprobs, status] = args;
+  Append(key, logits);
+  Append(key, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
+         logsumexp, top_ids, top_logprobs, extra_logprobs, status);
+}
+
+}  // namespace
+
+absl::Status CudaStream::RunOp(const Op& op) {
+  return std::visit(
+      [&, name = NameOf(op)](const auto* args) {
+        const auto& [launch, linear_op] = kLaunchers(*args);
+        if constexpr (requires { AppendArgs(small_key_, *args); }) {
+          if (KeepsSmall(args->logits)) {
+            small_ = {.name = name, .op = [this, launch = launch, args = *args] {
+                        return launch(args, scratch_, stream_);
+                      }};
+            small_key_ = name;
+            AppendArgs(small_key_, *args);
+            return absl::OkStatus();
+          }
+        }
+        return Start(name, launch, *args, linear_op);
+      },
+      op);
+}
+
+bool CudaStream::TrainingFits(const ShardTrainingArgs& args) {
+  cudaSetDevice(device_);  // a route asks the thread's device
+  return ShardTrainingFits(args, products_, scratch_);
+}
+
+absl::Status CudaStream::BeginTraining(const ShardTrainingArgs& args) {
+  return Start("losses of training on a shard", &BeginShardTraining, args, LinearOp::kTraining);
+}
+
+absl::Status CudaStream::EndTraining(
+    const ShardTrainingArgs& args,
+    absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) {
+  const auto end = [&](const auto& of, auto& products, const auto& scratch, cudaStream_t stream) {
+    return EndShardTraining(of, hidden_done, products, scratch, stream);
+  };
+  return Start("gradients of training on a shard", end, args, LinearOp::kTraining);
+}
+
+bool CudaStream::KeepsSmall(const TensorView& logits) const {
+  return phase_ == kIdle && !uploads_.empty() && uploads_.size() <= kMostSmallCopies &&
+         small_.op == nullptr && marks_ != nullptr && logits.rows <= kFewRows;
 }
 
 absl::Status CudaStream::RunDeferred() {
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaSetDevice(device_), "select device"));
   uploads_.push_back(small_.download);
   for (const RowsCopy& copy : uploads_) {
-    AppendToKey(copy.from, copy.from_stride, copy.to, copy.to_stride, copy.row_bytes, copy.rows);
+    Append(small_key_, copy.from, copy.from_stride, copy.to, copy.to_stride, copy.row_bytes,
+           copy.rows);
   }
   uploads_.pop_back();
   by_marks_ = true;
@@ -202,12 +155,12 @@ absl::Status CudaStream::RunDeferred() {
 }
 
 cudaError_t CudaStream::EnqueueDeferred() {
-  cudaError_t error = cuda::GatherRows(
+  cudaError_t error = GatherRows(
       uploads_, stream_,
       {.host = marks_, .device = device_marks_, .upload_begins = true, .upload_ends = true});
   if (error == cudaSuccess) error = small_.op();
   if (error != cudaSuccess) return error;
-  return cuda::GatherRows(
+  return GatherRows(
       {&small_.download, 1}, stream_,
       {.host = marks_, .device = device_marks_, .download_begins = true, .download_ends = true});
 }
@@ -218,21 +171,21 @@ absl::Status CudaStream::UndoDefer() {
   LOGITD_RETURN_IF_ERROR(ToStatus(small.op(), small.name));
   if (small.download.rows == 0) return absl::OkStatus();
   LOGITD_RETURN_IF_ERROR(Enter(kDownloading));
-  return ToStatus(cuda::GatherRows({&small.download, 1}, stream_, MarkDownload()), "download");
+  return ToStatus(GatherRows({&small.download, 1}, stream_, MarkDownload()), "download");
 }
 
-template <class Op, class Args>
-absl::Status CudaStream::Run(std::string_view name, Op op, const Args& args) {
-  LOGITD_RETURN_IF_ERROR(Enter(kComputing));
-  return ToStatus(op(args, scratch_, stream_), name);
-}
-
-template <class Op, class Args>
-absl::Status CudaStream::RunLinear(std::string_view name, Op op, const Args& args,
-                                   cuda::LinearOp linear_op, const HeadView& head) {
+template <class Launch, class Args>
+absl::Status CudaStream::Start(std::string_view name, const Launch& launch, const Args& args,
+                               [[maybe_unused]] LinearOp op) {
   LOGITD_RETURN_IF_ERROR(Enter(kComputing));  // first: a route asks the stream's device
-  if (cuda::RouteOf(linear_op, head, scratch_).cublas_lt) LOGITD_RETURN_IF_ERROR(products_status_);
-  return ToStatus(op(args, products_, scratch_, stream_), name);
+  if constexpr (std::is_invocable_v<Launch, const Args&, cudaStream_t>) {
+    return ToStatus(launch(args, stream_), name);
+  } else if constexpr (std::is_invocable_v<Launch, const Args&, Scratch&, cudaStream_t>) {
+    return ToStatus(launch(args, scratch_, stream_), name);
+  } else {
+    if (RouteOf(op, HeadOf(args), scratch_).cublas_lt) LOGITD_RETURN_IF_ERROR(products_status_);
+    return ToStatus(launch(args, products_, scratch_, stream_), name);
+  }
 }
 
 }  // namespace logitd::cuda

@@ -2,8 +2,6 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/gather.h"
 #include "kernels/cuda/launch.cuh"
@@ -37,84 +35,83 @@ __global__ void __launch_bounds__(kPackThreads)
 
 const std::byte* Bytes(const void* data) { return static_cast<const std::byte*>(data); }
 
+// Where they are after one another.
+struct Packed {
+  explicit Packed(const ShardInputs& of)
+      : hidden_bytes(HiddenBytes(of.hidden)),
+        row_bytes(static_cast<size_t>(of.hidden.rows) * of.row_size),
+        rows(ToBorder(hidden_bytes)),
+        extras(rows + ToBorder(row_bytes)),
+        end(extras + (of.extra_ids == nullptr
+                          ? 0
+                          : static_cast<size_t>(of.hidden.rows * of.max_extra) * 4)) {}
+
+  size_t hidden_bytes;
+  size_t row_bytes;
+  size_t rows;
+  size_t extras;
+  size_t end;
+};
+
 }  // namespace
 
-template <class Row>
-absl::Status Pack(const ShardInputs<Row>& inputs, ShardDevices& devices) {
+absl::Status Pack(const ShardInputs& inputs, ShardDevices& devices) {
   if (devices.by_peers() || devices.count() == 1) return absl::OkStatus();
   DeviceStream& lead = devices.lead();
   LOGITD_RETURN_IF_ERROR(OfShard(0, lead.BeginOps()));
   std::byte* const to = devices.at(0).inputs;
-  std::byte* const rows = to + ToBorder(inputs.hidden_bytes());
-  std::byte* const extras = rows + ToBorder(inputs.row_bytes());
-  RowsCopy copies[2] = {OneRow(to, Bytes(inputs.hidden.data), inputs.hidden_bytes())};
+  const Packed packed(inputs);
+  RowsCopy copies[2] = {OneRow(to, Bytes(inputs.hidden.data), packed.hidden_bytes)};
   size_t copied = 1;
   cudaError_t error = cudaSuccess;
-  if constexpr (std::is_same_v<Row, CrossEntropyRow>) {
+  if (inputs.extra_ids != nullptr) {
     error = LaunchKernel(
         &PackExtrasKernel, {.grid = GridFor(inputs.hidden.rows), .threads = kPackThreads},
-        lead.native(), inputs.rows, inputs.extra_ids, inputs.max_extra,
-        reinterpret_cast<CrossEntropyRow*>(rows), reinterpret_cast<int32_t*>(extras));
+        lead.native(), static_cast<const CrossEntropyRow*>(inputs.rows), inputs.extra_ids,
+        inputs.max_extra, reinterpret_cast<CrossEntropyRow*>(to + packed.rows),
+        reinterpret_cast<int32_t*>(to + packed.extras));
   } else if (inputs.rows != nullptr) {
-    copies[copied++] = OneRow(rows, Bytes(inputs.rows), inputs.row_bytes());
+    copies[copied++] = OneRow(to + packed.rows, Bytes(inputs.rows), packed.row_bytes);
   }
   if (error == cudaSuccess) error = GatherRows({copies, copied}, lead.native());
   return OfShard(0, ToStatus(error, "pack rows"));
 }
 
-template <class Row>
-absl::Status Bring(int shard, ShardDevices& devices, ShardInputs<Row>& inputs) {
+absl::Status Bring(int shard, ShardDevices& devices, ShardInputs& inputs) {
   if (shard == 0) return absl::OkStatus();
   std::byte* const at = devices.at(shard).inputs;
   const cudaStream_t to = devices.stream(shard).native();
-  const size_t bytes = inputs.hidden_bytes();
-  const size_t rows_at = ToBorder(bytes);
-  const size_t extras_at = rows_at + ToBorder(inputs.row_bytes());
+  const Packed packed(inputs);
   if (!devices.by_peers()) {
-    LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaMemcpyAsync(at, devices.at(0).inputs, extras_at + inputs.extra_bytes(),
-                                 cudaMemcpyDefault, to),
-                 "copy rows"));
+    LOGITD_RETURN_IF_ERROR(ToStatus(
+        cudaMemcpyAsync(at, devices.at(0).inputs, packed.end, cudaMemcpyDefault, to), "copy rows"));
     MoveTo(shard, devices, inputs);
     return absl::OkStatus();
   }
   RowsCopy copies[2];
   size_t count = 0;
-  if (bytes <= kKernelCopyBytes) {
-    copies[count++] = OneRow(at, Bytes(inputs.hidden.data), bytes);
+  if (packed.hidden_bytes <= kKernelCopyBytes) {
+    copies[count++] = OneRow(at, Bytes(inputs.hidden.data), packed.hidden_bytes);
   } else {
-    LOGITD_RETURN_IF_ERROR(
-        ToStatus(cudaMemcpyAsync(at, inputs.hidden.data, bytes, cudaMemcpyDefault, to),
-                 "copy hidden states"));
+    LOGITD_RETURN_IF_ERROR(ToStatus(
+        cudaMemcpyAsync(at, inputs.hidden.data, packed.hidden_bytes, cudaMemcpyDefault, to),
+        "copy hidden states"));
   }
   if (inputs.rows != nullptr)
-    copies[count++] = OneRow(at + rows_at, Bytes(inputs.rows), inputs.row_bytes());
+    copies[count++] = OneRow(at + packed.rows, Bytes(inputs.rows), packed.row_bytes);
   MoveTo(shard, devices, inputs);
   if (count == 0) return absl::OkStatus();
   return ToStatus(GatherRows({copies, count}, to), "copy rows");
 }
 
-template <class Row>
-void MoveTo(int shard, ShardDevices& devices, ShardInputs<Row>& inputs) {
+void MoveTo(int shard, ShardDevices& devices, ShardInputs& inputs) {
   if (shard == 0) return;
   std::byte* const at = devices.at(shard).inputs;
-  const size_t rows_at = ToBorder(inputs.hidden_bytes());
+  const Packed packed(inputs);
   inputs.hidden.data = at;
-  if (inputs.rows != nullptr) inputs.rows = reinterpret_cast<const Row*>(at + rows_at);
-  if (inputs.extra_ids != nullptr && !devices.by_peers()) {
-    inputs.extra_ids =
-        reinterpret_cast<const int32_t*>(at + rows_at + ToBorder(inputs.row_bytes()));
-  }
+  if (inputs.rows != nullptr) inputs.rows = at + packed.rows;
+  if (inputs.extra_ids != nullptr && !devices.by_peers())
+    inputs.extra_ids = reinterpret_cast<const int32_t*>(at + packed.extras);
 }
-
-template absl::Status Pack(const ShardInputs<std::byte>&, ShardDevices&);
-template absl::Status Pack(const ShardInputs<SoftmaxTopKRow>&, ShardDevices&);
-template absl::Status Pack(const ShardInputs<SampleRow>&, ShardDevices&);
-template absl::Status Pack(const ShardInputs<CrossEntropyRow>&, ShardDevices&);
-template absl::Status Bring(int, ShardDevices&, ShardInputs<std::byte>&);
-template absl::Status Bring(int, ShardDevices&, ShardInputs<SoftmaxTopKRow>&);
-template absl::Status Bring(int, ShardDevices&, ShardInputs<SampleRow>&);
-template absl::Status Bring(int, ShardDevices&, ShardInputs<CrossEntropyRow>&);
-template void MoveTo(int, ShardDevices&, ShardInputs<CrossEntropyRow>&);
 
 }  // namespace logitd::cuda

@@ -152,16 +152,16 @@ absl::Status ShardedGradients::Bring(int shard, const Places& at,
                                      const LinearCrossEntropyBackwardArgs& args, bool logsumexp) {
   if (shard == 0 || args.hidden.rows == 0) return absl::OkStatus();
   std::byte* const to = devices_.at(shard).gradients.data;
-  const ShardInputs<CrossEntropyRow> inputs = {.hidden = args.hidden, .rows = args.rows};
   const size_t floats = static_cast<size_t>(args.hidden.rows) * sizeof(float);
   const struct {
     std::byte* to;
     const void* from;
     size_t bytes;
-  } copies[] = {{to, args.hidden.data, inputs.hidden_bytes()},
-                {to + at.rows, args.rows, inputs.row_bytes()},
-                {to + at.upstream, args.upstream, floats},
-                {to + at.logsumexp, args.logsumexp, logsumexp ? floats : 0}};
+  } copies[] = {
+      {to, args.hidden.data, HiddenBytes(args.hidden)},
+      {to + at.rows, args.rows, static_cast<size_t>(args.hidden.rows) * sizeof(CrossEntropyRow)},
+      {to + at.upstream, args.upstream, floats},
+      {to + at.logsumexp, args.logsumexp, logsumexp ? floats : 0}};
   for (const auto& copy : copies) {
     if (copy.bytes == 0) continue;
     LOGITD_RETURN_IF_ERROR(
@@ -189,8 +189,8 @@ absl::Status ShardedGradients::Backward(const LinearCrossEntropyBackwardArgs& ar
     of.d_hidden = {part, DType::kF32, rows, args.hidden.cols, stride};
     parts_[static_cast<size_t>(shard)] = {reinterpret_cast<std::byte*>(part),
                                           devices_.stream(shard).native()};
-    return devices_.stream(shard).LinearCrossEntropyBackwardPartial(
-        {.shard = shard, .shards = devices_.ShardsOf(args.head), .gradient = of});
+    return devices_.stream(shard).Run(LinearCrossEntropyBackwardPartialArgs{
+        .shard = shard, .shards = devices_.ShardsOf(args.head), .gradient = of});
   }));
   LOGITD_RETURN_IF_ERROR(devices_.ExchangeSums(parts_, static_cast<size_t>(rows * stride)));
   const float* const parts = PartsOf(0, PlacesOf(0, args, true));

@@ -37,9 +37,6 @@ class DeviceStream : public Stream {
   // Makes the stream's device the thread's, and ends the uploads: what is enqueued on native() next
   // comes after them, and counts as ops.
   virtual absl::Status BeginOps() = 0;
-  virtual absl::Status ShardLogits(const ShardLogitsArgs& args) = 0;
-  virtual absl::Status KeptSamplePartial(const KeptSamplePartialArgs& args) = 0;
-  virtual absl::Status KeptSampleMerge(const KeptSampleMergeArgs& args) = 0;
   // linear/shard_training.h. Between Begin and End the stream runs no other op.
   virtual bool TrainingFits(const ShardTrainingArgs& args) = 0;
   virtual absl::Status BeginTraining(const ShardTrainingArgs& args) = 0;

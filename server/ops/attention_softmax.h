@@ -129,31 +129,32 @@ struct AttentionCall final : engine::ExclusiveCall {
     with_data.data = batch.In(kAttentionInMask);
     float* logsumexp = batch.Out(kAttentionLogsumexp);
     if (logsumexp != nullptr) logsumexp += batch.first_row;
-    return stream.AttentionSoftmax({.shape = ShapeOf(batch),
-                                    .scores = batch.Payload(),
-                                    .scale = scale,
-                                    .window = window,
-                                    .mask = with_data,
-                                    .sinks = batch.In(kAttentionInSinks),
-                                    .probs = out,
-                                    .logsumexp = logsumexp,
-                                    .status = batch.Out(kAttentionStatus)});
+    return stream.Run(AttentionSoftmaxArgs{.shape = ShapeOf(batch),
+                                           .scores = batch.Payload(),
+                                           .scale = scale,
+                                           .window = window,
+                                           .mask = with_data,
+                                           .sinks = batch.In(kAttentionInSinks),
+                                           .probs = out,
+                                           .logsumexp = logsumexp,
+                                           .status = batch.Out(kAttentionStatus)});
   }
 
   absl::Status EnqueueBackward(Stream& stream, const engine::BatchView& batch,
                                MutableTensorView out) const {
     TensorView d_probs = batch.Payload();
     d_probs.data = RowsAt(batch.In(kAttentionBackwardInDProbs), batch.dtype, batch);
-    return stream.AttentionSoftmaxBackward({.shape = ShapeOf(batch),
-                                            .probs = batch.Payload(),
-                                            .d_probs = d_probs,
-                                            .scale = scale,
-                                            .window = window,
-                                            .d_scores = out,
-                                            .sinks = batch.In(kAttentionBackwardInSinks),
-                                            .logsumexp = batch.In(kAttentionBackwardInLogsumexp),
-                                            .d_sinks = batch.Out(kAttentionBackwardDSinks),
-                                            .status = batch.Out(kAttentionBackwardStatus)});
+    return stream.Run(
+        AttentionSoftmaxBackwardArgs{.shape = ShapeOf(batch),
+                                     .probs = batch.Payload(),
+                                     .d_probs = d_probs,
+                                     .scale = scale,
+                                     .window = window,
+                                     .d_scores = out,
+                                     .sinks = batch.In(kAttentionBackwardInSinks),
+                                     .logsumexp = batch.In(kAttentionBackwardInLogsumexp),
+                                     .d_sinks = batch.Out(kAttentionBackwardDSinks),
+                                     .status = batch.Out(kAttentionBackwardStatus)});
   }
 };
 

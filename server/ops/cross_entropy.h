@@ -65,10 +65,8 @@ inline constexpr engine::OpTraits kCrossEntropyTraits = {
     .name = "cross_entropy",
     .inputs = kCrossEntropyInputs,
     .outputs = kCrossEntropyOutputs,
-    .enqueue =
-        [](Stream& stream, const engine::BatchView& batch) {
-          return stream.CrossEntropy(CrossEntropyArgsOf(batch));
-        },
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.Run(CrossEntropyArgsOf(batch)); },
     .rows_apart = true};
 
 inline constexpr engine::OpTraits kLinearCrossEntropyTraits = {
@@ -76,9 +74,9 @@ inline constexpr engine::OpTraits kLinearCrossEntropyTraits = {
     .inputs = kCrossEntropyInputs,
     .outputs = kCrossEntropyOutputs,
     .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.LinearCrossEntropy({.hidden = batch.Payload(),
-                                        .head = *batch.head,
-                                        .cross_entropy = CrossEntropyArgsOf(batch)});
+      return stream.Run(LinearCrossEntropyArgs{.hidden = batch.Payload(),
+                                               .head = *batch.head,
+                                               .cross_entropy = CrossEntropyArgsOf(batch)});
     }};
 
 inline constexpr RowPlace<CrossEntropyRow> kCrossEntropyPlaces[] = {

@@ -76,7 +76,7 @@ inline constexpr engine::OpTraits kSampleTraits = {
     .inputs = kSampleInputs,
     .outputs = kSampleOutputs,
     .enqueue = [](Stream& stream,
-                  const engine::BatchView& batch) { return stream.Sample(SampleArgsOf(batch)); },
+                  const engine::BatchView& batch) { return stream.Run(SampleArgsOf(batch)); },
     .rows_apart = true};
 
 inline constexpr engine::OpTraits kLinearSampleTraits = {
@@ -84,9 +84,11 @@ inline constexpr engine::OpTraits kLinearSampleTraits = {
     .inputs = kSampleInputs,
     .outputs = kSampleOutputs,
     .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.LinearSampleOfKept(
-          {.hidden = batch.Payload(), .head = *batch.head, .sample = SampleArgsOf(batch)},
-          batch.wanted == 0 ? batch.max_row_entries : 0);
+      return stream.Run(
+          LinearSampleArgs{.hidden = batch.Payload(),
+                           .head = *batch.head,
+                           .sample = SampleArgsOf(batch),
+                           .max_kept = batch.wanted == 0 ? batch.max_row_entries : 0});
     }};
 
 inline constexpr RowPlace<SampleRow> kSamplePlaces[] = {

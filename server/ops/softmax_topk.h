@@ -42,7 +42,7 @@ inline constexpr engine::OpTraits kSoftmaxTopKTraits = {
     .inputs = kTopKInputs,
     .outputs = kTopKOutputs,
     .enqueue = [](Stream& stream,
-                  const engine::BatchView& batch) { return stream.SoftmaxTopK(TopKArgsOf(batch)); },
+                  const engine::BatchView& batch) { return stream.Run(TopKArgsOf(batch)); },
     .rows_apart = true};
 
 inline constexpr engine::OpTraits kLinearTopKTraits = {
@@ -50,8 +50,8 @@ inline constexpr engine::OpTraits kLinearTopKTraits = {
     .inputs = kTopKInputs,
     .outputs = kTopKOutputs,
     .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.LinearTopK(
-          {.hidden = batch.Payload(), .head = *batch.head, .topk = TopKArgsOf(batch)});
+      return stream.Run(LinearTopKArgs{
+          .hidden = batch.Payload(), .head = *batch.head, .topk = TopKArgsOf(batch)});
     }};
 
 inline constexpr RowPlace<SoftmaxTopKRow> kTopKPlaces[] = {

@@ -36,13 +36,13 @@ inline constexpr engine::OpTraits kVerifyTraits = {
     .outputs = kVerifyOutputs,
     .enqueue =
         [](Stream& stream, const engine::BatchView& batch) {
-          return stream.Verify({.sample = SampleArgsOf(batch),
-                                .drafts = batch.In(kVerifyInDrafts),
-                                .draft_ids = batch.In(kVerifyInDraftIds),
-                                .draft_probs = batch.In(kVerifyInDraftProbs),
-                                .sequences = batch.In(kVerifyInSequences),
-                                .sequence_count = batch.counts[kVerifySequences],
-                                .accepted = batch.Out(kVerifyAccepted)});
+          return stream.Run(VerifyArgs{.sample = SampleArgsOf(batch),
+                                       .drafts = batch.In(kVerifyInDrafts),
+                                       .draft_ids = batch.In(kVerifyInDraftIds),
+                                       .draft_probs = batch.In(kVerifyInDraftProbs),
+                                       .sequences = batch.In(kVerifyInSequences),
+                                       .sequence_count = batch.counts[kVerifySequences],
+                                       .accepted = batch.Out(kVerifyAccepted)});
         },
     .rows_apart = true};
 

@@ -39,19 +39,20 @@ constexpr Output<RowStatus> kOutStatus{3, kRows};
 constexpr auto kInputs = ArraysOf(kInRows);
 constexpr auto kOutputs = ArraysOf(kOutTokens, kOutProbs, kOutLogsumexp, kOutStatus);
 
-const OpTraits kTop1 = {.name = "top1",
-                        .inputs = kInputs,
-                        .outputs = kOutputs,
-                        .enqueue = [](Stream& stream, const BatchView& batch) {
-                          return stream.LinearTopK({.hidden = batch.Payload(),
-                                                    .head = *batch.head,
-                                                    .topk = {.rows = batch.In(kInRows),
-                                                             .max_k = 1,
-                                                             .indices = batch.Out(kOutTokens),
-                                                             .probs = batch.Out(kOutProbs),
-                                                             .logsumexp = batch.Out(kOutLogsumexp),
-                                                             .status = batch.Out(kOutStatus)}});
-                        }};
+const OpTraits kTop1 = {
+    .name = "top1",
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .enqueue = [](Stream& stream, const BatchView& batch) {
+      return stream.Run(LinearTopKArgs{.hidden = batch.Payload(),
+                                       .head = *batch.head,
+                                       .topk = {.rows = batch.In(kInRows),
+                                                .max_k = 1,
+                                                .indices = batch.Out(kOutTokens),
+                                                .probs = batch.Out(kOutProbs),
+                                                .logsumexp = batch.Out(kOutLogsumexp),
+                                                .status = batch.Out(kOutStatus)}});
+    }};
 
 // kLast has the largest weight of all tokens, kFirst the least. They are on different devices.
 constexpr int32_t kFirst = 5;

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
@@ -76,12 +75,9 @@ class Arena {
                         .fields = {data, input}});
   }
 
-  // Calls the op with `args`, whose fields were added. Returns the device's times.
+  // Runs the op of `args`, whose fields were added. Returns the device's times.
   template <typename Args>
-  absl::StatusOr<StreamTimes> Run(absl::Status (Stream::*op)(const Args&), const Args& args) {
-    return Run([&](Stream& stream) { return (stream.*op)(args); });
-  }
-  absl::StatusOr<StreamTimes> Run(absl::FunctionRef<absl::Status(Stream&)> op) {
+  absl::StatusOr<StreamTimes> Run(const Args& args) {
     std::vector<Array> arrays = std::exchange(inputs_, {});
     const size_t inputs = arrays.size();
     for (Array& output : std::exchange(outputs_, {})) arrays.push_back(output);
@@ -95,7 +91,7 @@ class Arena {
     std::memset(slab_.host, kGuard, total);
     for (const Array& array : arrays) Place(array);
     LOGITD_RETURN_IF_ERROR(stream_->Upload(slab_, 0, total));
-    LOGITD_RETURN_IF_ERROR(op(*stream_));
+    LOGITD_RETURN_IF_ERROR(stream_->Run(args));
     LOGITD_RETURN_IF_ERROR(stream_->Download(slab_, first_output, total - first_output));
     auto times = stream_->Wait();
     if (!times.ok()) return times;

@@ -173,29 +173,30 @@ TEST(AttentionSoftmaxMemoryTest, KeysOutsideTheWindowAreNotRead) {
                                 .first_row = 2 * kPageKeys + 500,
                                 .rows = 1};
   const AttentionWindow window = {500, kPageKeys - 501};
-  ASSERT_TRUE(stream
-                  ->AttentionSoftmax({.shape = shape,
-                                      .scores = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
-                                      .window = window,
-                                      .mask = {.kind = MaskKind::kAdditive, .data = mask.begin()},
-                                      .probs = {probs.data(), DType::kF32, 1, kKeys, kKeys},
-                                      .logsumexp = &logsumexp,
-                                      .status = &status})
-                  .ok());
+  ASSERT_TRUE(
+      stream
+          ->Run(AttentionSoftmaxArgs{.shape = shape,
+                                     .scores = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
+                                     .window = window,
+                                     .mask = {.kind = MaskKind::kAdditive, .data = mask.begin()},
+                                     .probs = {probs.data(), DType::kF32, 1, kKeys, kKeys},
+                                     .logsumexp = &logsumexp,
+                                     .status = &status})
+          .ok());
   EXPECT_NEAR(logsumexp, std::log(1024.0f), 1e-5);
   for (int64_t j = 0; j < kKeys; ++j) {
     ASSERT_EQ(probs[j], j / kPageKeys == 2 ? 1 / 1024.0f : 0.0f) << j;
   }
   std::vector<float> d_scores(kKeys, 1.0f);
-  ASSERT_TRUE(
-      stream
-          ->AttentionSoftmaxBackward({.shape = shape,
-                                      .probs = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
-                                      .d_probs = {d_probs.begin(), DType::kF32, 1, kKeys, kKeys},
-                                      .window = window,
-                                      .d_scores = {d_scores.data(), DType::kF32, 1, kKeys, kKeys},
-                                      .status = &status})
-          .ok());
+  ASSERT_TRUE(stream
+                  ->Run(AttentionSoftmaxBackwardArgs{
+                      .shape = shape,
+                      .probs = {scores.begin(), DType::kF32, 1, kKeys, kKeys},
+                      .d_probs = {d_probs.begin(), DType::kF32, 1, kKeys, kKeys},
+                      .window = window,
+                      .d_scores = {d_scores.data(), DType::kF32, 1, kKeys, kKeys},
+                      .status = &status})
+                  .ok());
   EXPECT_EQ(d_scores, std::vector<float>(kKeys, 0.0f));
 }
 
@@ -217,21 +218,21 @@ TEST(AttentionSoftmaxMemoryTest, NothingOutsideTheTensorsIsTouched) {
         const TensorView from = {place(scores, 2 * row), dtype, 2, keys, keys};
         const MutableTensorView to = {place(probs, 2 * row), dtype, 2, keys, keys};
         ASSERT_TRUE(stream
-                        ->AttentionSoftmax({.shape = shape,
-                                            .scores = from,
-                                            .mask = {.kind = MaskKind::kBool,
-                                                     .data = place(mask, 2 * keys),
-                                                     .query_stride = keys},
-                                            .probs = to,
-                                            .status = status})
+                        ->Run(AttentionSoftmaxArgs{.shape = shape,
+                                                   .scores = from,
+                                                   .mask = {.kind = MaskKind::kBool,
+                                                            .data = place(mask, 2 * keys),
+                                                            .query_stride = keys},
+                                                   .probs = to,
+                                                   .status = status})
                         .ok());
         ASSERT_TRUE(stream
-                        ->AttentionSoftmaxBackward(
-                            {.shape = shape,
-                             .probs = {to.data, dtype, 2, keys, keys},
-                             .d_probs = {place(d_probs, 2 * row), dtype, 2, keys, keys},
-                             .d_scores = to,
-                             .status = status})
+                        ->Run(AttentionSoftmaxBackwardArgs{
+                            .shape = shape,
+                            .probs = {to.data, dtype, 2, keys, keys},
+                            .d_probs = {place(d_probs, 2 * row), dtype, 2, keys, keys},
+                            .d_scores = to,
+                            .status = status})
                         .ok());
       }
     }

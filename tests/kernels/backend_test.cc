@@ -69,15 +69,16 @@ TEST(CpuBackendTest, WaitReportsTheOpsTimeOnce) {
   int32_t index;
   float prob, logsumexp;
   RowStatus status;
-  ASSERT_TRUE(stream
-                  ->SoftmaxTopK({.logits = {.data = logits, .rows = 1, .cols = 3, .row_stride = 3},
-                                 .rows = &row,
-                                 .max_k = 1,
-                                 .indices = &index,
-                                 .probs = &prob,
-                                 .logsumexp = &logsumexp,
-                                 .status = &status})
-                  .ok());
+  ASSERT_TRUE(
+      stream
+          ->Run(SoftmaxTopKArgs{.logits = {.data = logits, .rows = 1, .cols = 3, .row_stride = 3},
+                                .rows = &row,
+                                .max_k = 1,
+                                .indices = &index,
+                                .probs = &prob,
+                                .logsumexp = &logsumexp,
+                                .status = &status})
+          .ok());
   EXPECT_EQ(index, 2);
   const StreamTimes times = stream->Wait().value();
   EXPECT_GT(times.kernel_ns, 0);

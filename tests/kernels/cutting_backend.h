@@ -69,23 +69,26 @@ class CuttingStream final : public Stream {
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override {
     return stream_->Fill(slab, offset, bytes, to);
   }
-  absl::Status LinearTopK(const LinearTopKArgs& args) override {
-    return Cut(&Stream::LinearTopK, args);
+  absl::Status RunOp(const Op& op) override {
+    return RunIfKnown(
+        op,
+        Overloaded{[this](const LinearTopKArgs& args) { return Cut(args); },
+                   [this](const LinearSampleArgs& args) { return Cut(args); },
+                   [this](const LinearCrossEntropyArgs& args) { return Cut(args); },
+                   [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); },
+                   [this](const LinearCrossEntropyTrainingArgs& args) { return Training(args); }});
   }
-  absl::Status LinearSample(const LinearSampleArgs& args) override {
-    return Cut(&Stream::LinearSample, args);
-  }
-  absl::Status LinearSampleOfKept(const LinearSampleArgs& args, int32_t max_kept) override {
+  absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
+
+ private:
+  template <class Args>
+  absl::Status Cut(Args args) {
     const std::vector<HeadView> parts = CutHead(args.head, shards_);
-    LinearSampleArgs cut = args;
-    cut.head = WithShards(args.head, parts);
+    args.head = WithShards(args.head, parts);
     stream_->Watch(abandoned());
-    return stream_->LinearSampleOfKept(cut, max_kept);
+    return stream_->Run(args);
   }
-  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
-    return Cut(&Stream::LinearCrossEntropy, args);
-  }
-  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+  absl::Status Backward(const LinearCrossEntropyBackwardArgs& args) {
     const std::vector<HeadView> parts = CutHead(args.head, shards_);
     const std::vector<ShardGradient> to = CutGradient(args, shards_);
     ShardedBackwardArgs cut = {.gradient = args, .shards = to.data()};
@@ -94,7 +97,7 @@ class CuttingStream final : public Stream {
     cut.gradient.d_bias = nullptr;
     return stream_->ShardedBackward(cut);
   }
-  absl::Status LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args) override {
+  absl::Status Training(const LinearCrossEntropyTrainingArgs& args) {
     const std::vector<HeadView> parts = CutHead(args.gradient.head, shards_);
     const std::vector<ShardGradient> to = CutGradient(args.gradient, shards_);
     ShardedTrainingArgs cut = {.training = args, .shards = to.data()};
@@ -102,16 +105,6 @@ class CuttingStream final : public Stream {
     cut.training.gradient.d_weight = {};
     cut.training.gradient.d_bias = nullptr;
     return stream_->ShardedTraining(cut);
-  }
-  absl::StatusOr<StreamTimes> Wait() override { return stream_->Wait(); }
-
- private:
-  template <class Args>
-  absl::Status Cut(absl::Status (Stream::*op)(const Args&), Args args) {
-    const std::vector<HeadView> parts = CutHead(args.head, shards_);
-    args.head = WithShards(args.head, parts);
-    stream_->Watch(abandoned());
-    return (stream_.get()->*op)(args);
   }
 
   const std::unique_ptr<ShardedStream> stream_;

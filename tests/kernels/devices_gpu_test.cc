@@ -107,7 +107,7 @@ constexpr int kBothLost = 12;
                  .row_stride = 4096};
   wild.rows = reinterpret_cast<const SoftmaxTopKRow*>(0x20000);
   wild.max_k = 1;
-  lost->SoftmaxTopK(wild).IgnoreError();
+  lost->Run(wild).IgnoreError();
   const absl::Status error = lost->Wait().status();
   std::fprintf(stderr, "device 1: %s\n", error.ToString().c_str());
   if (!absl::IsInternal(error)) std::_Exit(10);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <variant>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -69,20 +70,12 @@ class HoldingBackend final : public Backend {
     int64_t replayed() const override { return stream_->replayed(); }
     absl::Status BeginOps() override { return stream_->BeginOps(); }
     void LimitWait(absl::Duration limit) override { stream_->LimitWait(limit); }
-    absl::Status ShardLogits(const cuda::ShardLogitsArgs& args) override {
-      absl::Status status = Enqueue();
-      return status.ok() ? stream_->ShardLogits(args) : status;
-    }
-    absl::Status KeptSamplePartial(const cuda::KeptSamplePartialArgs& args) override {
-      absl::Status status = Enqueue();
-      return status.ok() ? stream_->KeptSamplePartial(args) : status;
-    }
-    absl::Status KeptSampleMerge(const cuda::KeptSampleMergeArgs& args) override {
-      return stream_->KeptSampleMerge(args);
-    }
-    absl::Status LinearTopKPartial(const LinearTopKPartialArgs& args) override {
-      absl::Status status = Enqueue();
-      return status.ok() ? stream_->LinearTopKPartial(args) : status;
+    absl::Status RunOp(const Op& op) override {
+      const bool holds = std::holds_alternative<const cuda::ShardLogitsArgs*>(op) ||
+                         std::holds_alternative<const cuda::KeptSamplePartialArgs*>(op) ||
+                         std::holds_alternative<const LinearTopKPartialArgs*>(op);
+      if (holds) LOGITD_RETURN_IF_ERROR(Enqueue());
+      return stream_->RunOp(op);
     }
     bool TrainingFits(const cuda::ShardTrainingArgs& args) override {
       return stream_->TrainingFits(args);

@@ -433,7 +433,7 @@ class LinearLargeGpuTest : public CudaTest {
     LinearCrossEntropyArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
     LossAnswer answer;
     Add(runner_->arena(), batch, &args.cross_entropy, &answer);
-    runner_->arena().Run(&Stream::LinearCrossEntropy, args).value();
+    runner_->arena().Run(args).value();
     return answer;
   }
 
@@ -446,7 +446,7 @@ class LinearLargeGpuTest : public CudaTest {
     LinearTopKArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
     TopKAnswer answer;
     Add(runner_->arena(), asks, rows * kTop, &args.topk, &answer);
-    runner_->arena().Run(&Stream::LinearTopK, args).value();
+    runner_->arena().Run(args).value();
     return answer;
   }
 
@@ -476,7 +476,7 @@ class LinearLargeGpuTest : public CudaTest {
     LinearSampleArgs args{.hidden = input_->Hidden(first, rows), .head = input_->Head(vocab)};
     SampleAnswer answer;
     Add(runner_->arena(), batch, &args.sample, &answer);
-    runner_->arena().Run(&Stream::LinearSample, args).value();
+    runner_->arena().Run(args).value();
     std::vector<std::string> bits;
     for (int64_t i = 0; i < rows; ++i) {
       EXPECT_EQ(answer.status[i].code, RowCode::kOk) << "V = " << vocab << ", row " << first + i;

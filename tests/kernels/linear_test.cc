@@ -141,16 +141,17 @@ TEST_F(LinearCpuTest, WorkThatIsAbandonedIsNotComputed) {
     std::vector<RowStatus> status(rows.size());
     const std::atomic<bool> abandoned = is_abandoned;
     stream->Watch(&abandoned);
-    ASSERT_TRUE(stream
-                    ->LinearTopK({.hidden = {hidden.data(), DType::kF32, 70, 16, 16},
-                                  .head = {.weight = {weight.data(), DType::kF32, 1000, 16, 16}},
-                                  .topk = {.rows = rows.data(),
-                                           .max_k = 1,
-                                           .indices = indices.data(),
-                                           .probs = probs.data(),
-                                           .logsumexp = logsumexp.data(),
-                                           .status = status.data()}})
-                    .ok());
+    ASSERT_TRUE(
+        stream
+            ->Run(LinearTopKArgs{.hidden = {hidden.data(), DType::kF32, 70, 16, 16},
+                                 .head = {.weight = {weight.data(), DType::kF32, 1000, 16, 16}},
+                                 .topk = {.rows = rows.data(),
+                                          .max_k = 1,
+                                          .indices = indices.data(),
+                                          .probs = probs.data(),
+                                          .logsumexp = logsumexp.data(),
+                                          .status = status.data()}})
+            .ok());
     ASSERT_TRUE(stream->Wait().ok());
     EXPECT_EQ(indices[0], is_abandoned ? kUnwrittenIndex : 0);
     EXPECT_EQ(indices[69], is_abandoned ? kUnwrittenIndex : 0);
@@ -167,18 +168,18 @@ TEST_F(LinearCpuTest, ALossThatIsAbandonedIsNotAnswered) {
     std::vector<RowStatus> status(rows.size());
     const std::atomic<bool> abandoned = is_abandoned;
     stream->Watch(&abandoned);
-    ASSERT_TRUE(
-        stream
-            ->LinearCrossEntropy({.hidden = {hidden.data(), DType::kF32, 300, 16, 16},
-                                  .head = {.weight = {weight.data(), DType::kF32, 3000, 16, 16}},
-                                  .cross_entropy = {.rows = rows.data(),
-                                                    .want = 0,
-                                                    .max_top_logprobs = 0,
-                                                    .answers = {.loss = loss.data(),
-                                                                .logsumexp = logsumexp.data(),
-                                                                .target_logprob = logprob.data(),
-                                                                .status = status.data()}}})
-            .ok());
+    ASSERT_TRUE(stream
+                    ->Run(LinearCrossEntropyArgs{
+                        .hidden = {hidden.data(), DType::kF32, 300, 16, 16},
+                        .head = {.weight = {weight.data(), DType::kF32, 3000, 16, 16}},
+                        .cross_entropy = {.rows = rows.data(),
+                                          .want = 0,
+                                          .max_top_logprobs = 0,
+                                          .answers = {.loss = loss.data(),
+                                                      .logsumexp = logsumexp.data(),
+                                                      .target_logprob = logprob.data(),
+                                                      .status = status.data()}}})
+                    .ok());
     ASSERT_TRUE(stream->Wait().ok());
     EXPECT_EQ(loss[0] == -1, is_abandoned);
     EXPECT_EQ(loss[299] == -1, is_abandoned);

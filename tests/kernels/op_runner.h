@@ -309,7 +309,7 @@ class OpRunner {
     TopKAnswer answer;
     Add(*arena_, logits, &args.logits);
     Add(*arena_, rows, entries, &args, &answer);
-    return Run(&Stream::SoftmaxTopK, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<TopKAnswer> LinearTopK(const HostTensor& hidden, const HostHead& head,
@@ -319,7 +319,7 @@ class OpRunner {
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, rows, entries, &args.topk, &answer);
-    return Run(&Stream::LinearTopK, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<SampleAnswer> Sample(const HostTensor& logits, const SampleBatch& batch) {
@@ -327,35 +327,23 @@ class OpRunner {
     SampleAnswer answer;
     Add(*arena_, logits, &args.logits);
     Add(*arena_, batch, &args, &answer);
-    return Run(&Stream::Sample, args, answer);
+    return Run(args, answer);
   }
 
+  // `says_kept`: the call has its rows' max_kept.
   absl::StatusOr<SampleAnswer> LinearSample(const HostTensor& hidden, const HostHead& head,
-                                            const SampleBatch& batch) {
+                                            const SampleBatch& batch, bool says_kept = false) {
     LinearSampleArgs args;
-    SampleAnswer answer;
-    Add(*arena_, hidden, &args.hidden);
-    Add(*arena_, head, &args.head);
-    Add(*arena_, batch, &args.sample, &answer);
-    return Run(&Stream::LinearSample, args, answer);
-  }
-
-  // By LinearSampleOfKept.
-  absl::StatusOr<SampleAnswer> LinearSampleOfKept(const HostTensor& hidden, const HostHead& head,
-                                                  const SampleBatch& batch) {
-    LinearSampleArgs args;
-    SampleAnswer answer;
-    Add(*arena_, hidden, &args.hidden);
-    Add(*arena_, head, &args.head);
-    Add(*arena_, batch, &args.sample, &answer);
-    int32_t max_kept = 0;
     for (const SampleRow& row : batch.rows) {
+      if (!says_kept) break;
       if (KeptTokens(row) == 0) return absl::InvalidArgumentError("a row may need any token");
-      max_kept = std::max(max_kept, KeptTokens(row));
+      args.max_kept = std::max(args.max_kept, KeptTokens(row));
     }
-    auto times = arena_->Run([&](Stream& s) { return s.LinearSampleOfKept(args, max_kept); });
-    if (!times.ok()) return times.status();
-    return answer;
+    SampleAnswer answer;
+    Add(*arena_, hidden, &args.hidden);
+    Add(*arena_, head, &args.head);
+    Add(*arena_, batch, &args.sample, &answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<VerifyAnswer> Verify(const HostTensor& logits, const SampleBatch& batch,
@@ -369,7 +357,7 @@ class OpRunner {
     arena_->In(verify.draft_probs, &args.draft_probs);
     arena_->In(verify.sequences, &args.sequences);
     AddOutput(*arena_, args.sequence_count, kUnwrittenIndex, &answer.accepted, &args.accepted);
-    return Run(&Stream::Verify, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<LossAnswer> CrossEntropy(const HostTensor& logits, const LossBatch& batch) {
@@ -377,7 +365,7 @@ class OpRunner {
     LossAnswer answer;
     Add(*arena_, logits, &args.logits);
     Add(*arena_, batch, &args, &answer);
-    return Run(&Stream::CrossEntropy, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<LossAnswer> LinearCrossEntropy(const HostTensor& hidden, const HostHead& head,
@@ -387,8 +375,12 @@ class OpRunner {
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.cross_entropy, &answer);
+<<<<<<< HEAD
     args.cross_entropy.counted_rows = counted_rows;
     return Run(&Stream::LinearCrossEntropy, args, answer);
+=======
+    return Run(args, answer);
+>>>>>>> 834e885 (Know ops by their arguments: one list, one method of a stream)
   }
 
   // Returns d_logits.
@@ -400,7 +392,7 @@ class OpRunner {
     arena_->In(call.upstream, &args.upstream);
     if (!call.in_place) Add(*arena_, call.logits, &args.logits);
     Add(*arena_, &gradient, &args.d_logits, call.in_place ? &args.logits : nullptr);
-    return Run(&Stream::CrossEntropyBackward, args, gradient);
+    return Run(args, gradient);
   }
 
   absl::StatusOr<LossTrainingAnswer> CrossEntropyTraining(const LossTrainingCall& call) {
@@ -411,7 +403,7 @@ class OpRunner {
     Add(*arena_, &answer.d_logits, &args.d_logits, call.in_place ? &logits : nullptr);
     Add(*arena_, call.batch, &args.loss, &answer.loss);
     arena_->In(call.upstream, &args.upstream);
-    return Run(&Stream::CrossEntropyTraining, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<LinearBackwardAnswer> LinearCrossEntropyBackward(const LinearBackwardCall& call) {
@@ -419,7 +411,7 @@ class OpRunner {
     LinearBackwardAnswer answer{.d_hidden = call.d_hidden, .d_weight = call.d_weight};
     Add(*arena_, call, &args, &answer);
     arena_->In(call.logsumexp, &args.logsumexp);
-    return Run(&Stream::LinearCrossEntropyBackward, args, answer);
+    return Run(args, answer);
   }
 
   // The call's logsumexp is not sent.
@@ -433,7 +425,7 @@ class OpRunner {
     AddOutput(*arena_, rows, kUnwrittenFloat, &answer.loss.target_logprob,
               &args.answers.target_logprob);
     AddOutput(*arena_, rows, kUnwrittenStatus, &answer.loss.status, &args.answers.status);
-    return Run(&Stream::LinearCrossEntropyTraining, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<AttentionAnswer> AttentionSoftmax(const AttentionCall& call) {
@@ -450,7 +442,7 @@ class OpRunner {
     answer.logsumexp.assign(args.shape.rows, kUnwrittenFloat);
     if (call.want_logsumexp) arena_->Out(&answer.logsumexp, &args.logsumexp);
     AddOutput(*arena_, args.shape.rows, kUnwrittenStatus, &answer.status, &args.status);
-    return Run(&Stream::AttentionSoftmax, args, answer);
+    return Run(args, answer);
   }
 
   absl::StatusOr<AttentionBackwardAnswer> AttentionSoftmaxBackward(
@@ -471,16 +463,15 @@ class OpRunner {
       arena_->Out(&answer.d_sinks, &args.d_sinks);
     }
     AddOutput(*arena_, args.shape.rows, kUnwrittenStatus, &answer.status, &args.status);
-    return Run(&Stream::AttentionSoftmaxBackward, args, answer);
+    return Run(args, answer);
   }
 
  private:
   explicit OpRunner(std::unique_ptr<Arena> arena) : arena_(std::move(arena)) {}
 
   template <typename Args, typename Answer>
-  absl::StatusOr<Answer> Run(absl::Status (Stream::*op)(const Args&), const Args& args,
-                             Answer& answer) {
-    if (auto times = arena_->Run(op, args); !times.ok()) return times.status();
+  absl::StatusOr<Answer> Run(const Args& args, Answer& answer) {
+    if (auto times = arena_->Run(args); !times.ok()) return times.status();
     return std::move(answer);
   }
 

@@ -34,42 +34,49 @@ class PartialStream final : public Stream {
     return stream_->Fill(slab, offset, bytes, to);
   }
 
-  absl::Status LinearTopK(const LinearTopKArgs& args) override {
+  absl::Status RunOp(const Op& op) override {
+    return RunIfKnown(
+        op,
+        Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
+                   [this](const LinearSampleArgs& args) { return Sample(args); },
+                   [this](const LinearCrossEntropyArgs& args) { return Losses(args); },
+                   [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); }});
+  }
+
+  absl::Status TopK(const LinearTopKArgs& args) {
     const TopKPartialShape shape = {
         .shards = Cut(args.head), .rows = args.hidden.rows, .max_k = args.topk.max_k};
-    return Run(
+    return Join(
         shape, args.head,
         [&](const HeadView& head, int shard, std::byte* block) {
-          return stream_->LinearTopKPartial({.hidden = args.hidden,
-                                             .head = head,
-                                             .shard = shard,
-                                             .shape = shape,
-                                             .rows = args.topk.rows,
-                                             .block = block});
+          return stream_->Run(LinearTopKPartialArgs{.hidden = args.hidden,
+                                                    .head = head,
+                                                    .shard = shard,
+                                                    .shape = shape,
+                                                    .rows = args.topk.rows,
+                                                    .block = block});
         },
         [&](const std::byte* blocks) {
-          return stream_->LinearTopKMerge({.shape = shape, .blocks = blocks, .topk = args.topk});
+          return stream_->Run(
+              LinearTopKMergeArgs{.shape = shape, .blocks = blocks, .topk = args.topk});
         });
   }
 
-  absl::Status LinearSample(const LinearSampleArgs& args) override {
+  absl::Status Sample(const LinearSampleArgs& args) {
     const SamplePartialShape shape = {.shards = Cut(args.head), .rows = args.hidden.rows};
-    return Run(
+    return Join(
         shape, args.head,
         [&](const HeadView& head, int shard, std::byte* block) {
-          return stream_->LinearSamplePartial({.hidden = args.hidden,
-                                               .head = head,
-                                               .shard = shard,
-                                               .shape = shape,
-                                               .block = block});
+          return stream_->Run(LinearSamplePartialArgs{
+              .hidden = args.hidden, .head = head, .shard = shard, .shape = shape, .block = block});
         },
         [&](const std::byte* blocks) {
-          return stream_->LinearSampleMerge(
-              {.shape = shape, .blocks = blocks, .sample = args.sample});
+          return stream_->Run(
+              LinearSampleMergeArgs{.shape = shape, .blocks = blocks, .sample = args.sample});
         });
   }
 
-  absl::Status LinearCrossEntropy(const LinearCrossEntropyArgs& args) override {
+  absl::Status Losses(const LinearCrossEntropyArgs& args) {
     const CrossEntropyArgs& loss = args.cross_entropy;
     const LossPartialShape shape = {.shards = Cut(args.head),
                                     .rows = args.hidden.rows,
@@ -85,33 +92,33 @@ class PartialStream final : public Stream {
       const std::vector<HeadView> parts = CutHead(args.head, shards_);
       for (int s = 0; s < shards_; ++s) {
         LOGITD_RETURN_IF_ERROR(
-            stream_->LinearCrossEntropyTargets({.hidden = args.hidden,
-                                                .head = parts[static_cast<size_t>(s)],
-                                                .shard = s,
-                                                .shards = shape.shards,
-                                                .rows = loss.rows,
-                                                .targets = targets + s * shape.rows}));
+            stream_->Run(LinearCrossEntropyTargetsArgs{.hidden = args.hidden,
+                                                       .head = parts[static_cast<size_t>(s)],
+                                                       .shard = s,
+                                                       .shards = shape.shards,
+                                                       .rows = loss.rows,
+                                                       .targets = targets + s * shape.rows}));
       }
     }
-    return Run(
+    return Join(
         shape, args.head,
         [&](const HeadView& head, int shard, std::byte* block) {
-          return stream_->LinearCrossEntropyPartial({.hidden = args.hidden,
-                                                     .head = head,
-                                                     .shard = shard,
-                                                     .shape = shape,
-                                                     .rows = loss.rows,
-                                                     .extra_ids = loss.extra_ids,
-                                                     .targets = targets,
-                                                     .block = block});
+          return stream_->Run(LinearCrossEntropyPartialArgs{.hidden = args.hidden,
+                                                            .head = head,
+                                                            .shard = shard,
+                                                            .shape = shape,
+                                                            .rows = loss.rows,
+                                                            .extra_ids = loss.extra_ids,
+                                                            .targets = targets,
+                                                            .block = block});
         },
         [&](const std::byte* blocks) {
-          return stream_->LinearCrossEntropyMerge(
-              {.shape = shape, .blocks = blocks, .cross_entropy = loss});
+          return stream_->Run(
+              LinearCrossEntropyMergeArgs{.shape = shape, .blocks = blocks, .cross_entropy = loss});
         });
   }
 
-  absl::Status LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args) override {
+  absl::Status Backward(const LinearCrossEntropyBackwardArgs& args) {
     const VocabShards cut = Cut(args.head);
     const std::vector<HeadView> parts = CutHead(args.head, shards_);
     const int64_t rows = args.hidden.rows;
@@ -130,11 +137,11 @@ class PartialStream final : public Stream {
         gradient.d_weight.data = nullptr;
         gradient.d_bias = nullptr;
       }
-      LOGITD_RETURN_IF_ERROR(stream_->LinearCrossEntropyBackwardPartial(
-          {.shard = s, .shards = cut, .gradient = gradient}));
+      LOGITD_RETURN_IF_ERROR(stream_->Run(
+          LinearCrossEntropyBackwardPartialArgs{.shard = s, .shards = cut, .gradient = gradient}));
     }
-    return stream_->LinearCrossEntropyBackwardMerge(
-        {.shards = shards_, .parts = d_hidden, .rows = args.rows, .d_hidden = args.d_hidden});
+    return stream_->Run(LinearCrossEntropyBackwardMergeArgs{
+        .shards = shards_, .parts = d_hidden, .rows = args.rows, .d_hidden = args.d_hidden});
   }
 
   absl::StatusOr<StreamTimes> Wait() override {
@@ -158,8 +165,8 @@ class PartialStream final : public Stream {
   }
 
   template <class Shape, class Partial, class Merge>
-  absl::Status Run(const Shape& shape, const HeadView& head, const Partial& partial,
-                   const Merge& merge) {
+  absl::Status Join(const Shape& shape, const HeadView& head, const Partial& partial,
+                    const Merge& merge) {
     const std::vector<HeadView> parts = CutHead(head, shards_);
     const auto blocks = Allocate(shape.bytes() * static_cast<size_t>(shards_));
     if (!blocks.ok()) return blocks.status();

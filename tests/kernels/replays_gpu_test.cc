@@ -144,16 +144,14 @@ TEST_F(ReplaysTest, AStreamAnswersForTheRowsAsTheyAreNow) {
     std::byte* const answers = slab.device + kAnswersAt;
     ASSERT_TRUE(
         stream
-            ->SoftmaxTopK({.logits = {.data = slab.device,
-                                      .rows = rows,
-                                      .cols = kVocab,
-                                      .row_stride = kVocab},
-                           .rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + kParamsAt),
-                           .max_k = k,
-                           .indices = reinterpret_cast<int32_t*>(answers),
-                           .probs = reinterpret_cast<float*>(answers + 64),
-                           .logsumexp = reinterpret_cast<float*>(answers + 128),
-                           .status = reinterpret_cast<RowStatus*>(answers + 256)})
+            ->Run(SoftmaxTopKArgs{
+                .logits = {.data = slab.device, .rows = rows, .cols = kVocab, .row_stride = kVocab},
+                .rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + kParamsAt),
+                .max_k = k,
+                .indices = reinterpret_cast<int32_t*>(answers),
+                .probs = reinterpret_cast<float*>(answers + 64),
+                .logsumexp = reinterpret_cast<float*>(answers + 128),
+                .status = reinterpret_cast<RowStatus*>(answers + 256)})
             .ok());
     ASSERT_TRUE(stream->Download(slab, kAnswersAt, 512).ok());
     const auto times = stream->Wait();
@@ -210,14 +208,14 @@ struct Bench {
   }
   // The best token of the slab's first row; its answer comes to `at`, in 256 bytes.
   absl::Status TopTokenAt(size_t at) const {
-    return stream->SoftmaxTopK(
-        {.logits = {.data = slab.device, .rows = 1, .cols = kVocab, .row_stride = kVocab},
-         .rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + kParamsAt),
-         .max_k = 1,
-         .indices = At<int32_t>(at),
-         .probs = At<float>(at + 64),
-         .logsumexp = At<float>(at + 128),
-         .status = At<RowStatus>(at + 192)});
+    return stream->Run(SoftmaxTopKArgs{
+        .logits = {.data = slab.device, .rows = 1, .cols = kVocab, .row_stride = kVocab},
+        .rows = reinterpret_cast<const SoftmaxTopKRow*>(slab.device + kParamsAt),
+        .max_k = 1,
+        .indices = At<int32_t>(at),
+        .probs = At<float>(at + 64),
+        .logsumexp = At<float>(at + 128),
+        .status = At<RowStatus>(at + 192)});
   }
 
   Backend* const backend;
@@ -270,20 +268,20 @@ TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
                         .ok());
       }
       ASSERT_TRUE(bench->stream
-                      ->Sample({.logits = {.data = bench->slab.device,
-                                           .rows = rows,
-                                           .cols = Bench::kVocab,
-                                           .row_stride = Bench::kVocab},
-                                .rows = reinterpret_cast<const SampleRow*>(bench->slab.device +
-                                                                           Bench::kParamsAt),
-                                .edited = false,
-                                .tokens = bench->At<int32_t>(0),
-                                .logprobs = bench->At<float>(64),
-                                .ranks = bench->At<int32_t>(128),
-                                .logsumexp = bench->At<float>(192),
-                                .top_ids = bench->At<int32_t>(512),
-                                .top_logprobs = bench->At<float>(768),
-                                .status = bench->At<RowStatus>(1024)})
+                      ->Run(SampleArgs{.logits = {.data = bench->slab.device,
+                                                  .rows = rows,
+                                                  .cols = Bench::kVocab,
+                                                  .row_stride = Bench::kVocab},
+                                       .rows = reinterpret_cast<const SampleRow*>(
+                                           bench->slab.device + Bench::kParamsAt),
+                                       .edited = false,
+                                       .tokens = bench->At<int32_t>(0),
+                                       .logprobs = bench->At<float>(64),
+                                       .ranks = bench->At<int32_t>(128),
+                                       .logsumexp = bench->At<float>(192),
+                                       .top_ids = bench->At<int32_t>(512),
+                                       .top_logprobs = bench->At<float>(768),
+                                       .status = bench->At<RowStatus>(1024)})
                       .ok());
       std::memset(bench->slab.host + Bench::kAnswersAt, 0, Bench::kAnswersBytes);
       ASSERT_TRUE(

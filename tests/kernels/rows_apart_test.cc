@@ -75,13 +75,13 @@ TEST_P(RowsApartTest, TopK) {
   }
   ExpectSame<Answer>([&](Stream& stream, const TensorView& logits, Answer* answer) {
     std::vector<RowStatus> status(asks.size());
-    return stream.SoftmaxTopK({.logits = logits,
-                               .rows = asks.data(),
-                               .max_k = kK,
-                               .indices = answer->indices.data(),
-                               .probs = answer->probs.data(),
-                               .logsumexp = answer->logsumexp.data(),
-                               .status = status.data()});
+    return stream.Run(SoftmaxTopKArgs{.logits = logits,
+                                      .rows = asks.data(),
+                                      .max_k = kK,
+                                      .indices = answer->indices.data(),
+                                      .probs = answer->probs.data(),
+                                      .logsumexp = answer->logsumexp.data(),
+                                      .status = status.data()});
   });
 }
 
@@ -106,13 +106,13 @@ TEST_P(RowsApartTest, Sample) {
     std::vector<int32_t> ranks(asks.size());
     std::vector<float> logsumexp(asks.size());
     std::vector<RowStatus> status(asks.size());
-    return stream.Sample({.logits = logits,
-                          .rows = asks.data(),
-                          .tokens = answer->tokens.data(),
-                          .logprobs = answer->logprobs.data(),
-                          .ranks = ranks.data(),
-                          .logsumexp = logsumexp.data(),
-                          .status = status.data()});
+    return stream.Run(SampleArgs{.logits = logits,
+                                 .rows = asks.data(),
+                                 .tokens = answer->tokens.data(),
+                                 .logprobs = answer->logprobs.data(),
+                                 .ranks = ranks.data(),
+                                 .logsumexp = logsumexp.data(),
+                                 .status = status.data()});
   });
 }
 
@@ -130,15 +130,15 @@ TEST_P(RowsApartTest, CrossEntropy) {
   }
   ExpectSame<Answer>([&](Stream& stream, const TensorView& logits, Answer* answer) {
     std::vector<RowStatus> status(asks.size());
-    return stream.CrossEntropy({.logits = logits,
-                                .rows = asks.data(),
-                                .want = 0,
-                                .max_top_logprobs = 0,
-                                .max_extra_ids = 0,
-                                .answers = {.loss = answer->loss.data(),
-                                            .logsumexp = answer->logsumexp.data(),
-                                            .target_logprob = answer->target.data(),
-                                            .status = status.data()}});
+    return stream.Run(CrossEntropyArgs{.logits = logits,
+                                       .rows = asks.data(),
+                                       .want = 0,
+                                       .max_top_logprobs = 0,
+                                       .max_extra_ids = 0,
+                                       .answers = {.loss = answer->loss.data(),
+                                                   .logsumexp = answer->logsumexp.data(),
+                                                   .target_logprob = answer->target.data(),
+                                                   .status = status.data()}});
   });
 }
 

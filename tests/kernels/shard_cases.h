@@ -130,15 +130,12 @@ inline SampleBatch KeptBatchOf(const LinearCase& c) {
   return batch;
 }
 
-// The answers to KeptBatchOf, by LinearSample, or by LinearSampleOfKept.
+// The answers to KeptBatchOf.
 inline std::string KeptBits(OpRunner& runner, const ShardCase& c, bool says_kept) {
   const LinearInput input = InputOf(c);
   const SampleBatch batch = KeptBatchOf(c.linear);
   std::string bits;
-  Append((says_kept ? runner.LinearSampleOfKept(input.hidden, input.head, batch)
-                    : runner.LinearSample(input.hidden, input.head, batch))
-             .value(),
-         &bits);
+  Append(runner.LinearSample(input.hidden, input.head, batch, says_kept).value(), &bits);
   return bits;
 }
 

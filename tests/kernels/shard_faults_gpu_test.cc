@@ -52,15 +52,15 @@ class OneRow {
   // The call only, on what Run has uploaded.
   absl::Status Enqueue(Stream& stream, const HeadView& head, int max_k) const {
     std::byte* const answers = slab_.device + kStates + 512;
-    return stream.LinearTopK(
-        {.hidden = {slab_.device + kStates, DType::kBF16, 1, kHidden, kHidden},
-         .head = head,
-         .topk = {.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab_.device + kStates + 256),
-                  .max_k = max_k,
-                  .indices = reinterpret_cast<int32_t*>(answers),
-                  .probs = reinterpret_cast<float*>(answers + 256),
-                  .logsumexp = reinterpret_cast<float*>(answers + 512),
-                  .status = reinterpret_cast<RowStatus*>(answers + 768)}});
+    return stream.Run(LinearTopKArgs{
+        .hidden = {slab_.device + kStates, DType::kBF16, 1, kHidden, kHidden},
+        .head = head,
+        .topk = {.rows = reinterpret_cast<const SoftmaxTopKRow*>(slab_.device + kStates + 256),
+                 .max_k = max_k,
+                 .indices = reinterpret_cast<int32_t*>(answers),
+                 .probs = reinterpret_cast<float*>(answers + 256),
+                 .logsumexp = reinterpret_cast<float*>(answers + 512),
+                 .status = reinterpret_cast<RowStatus*>(answers + 768)}});
   }
 
   static constexpr int64_t kVocab = 3000, kHidden = 64;

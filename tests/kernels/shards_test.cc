@@ -212,14 +212,15 @@ class FaultTest : public ::testing::Test {
 
   absl::Status TopK() { return TopK(row_); }
   absl::Status TopK(const SoftmaxTopKRow& row) {
-    absl::Status status = stream_->LinearTopK({.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
-                                               .head = WithShards(whole_, parts_),
-                                               .topk = {.rows = &row,
-                                                        .max_k = row.k,
-                                                        .indices = indices_.data(),
-                                                        .probs = probs_.data(),
-                                                        .logsumexp = &logsumexp_,
-                                                        .status = &status_}});
+    absl::Status status =
+        stream_->Run(LinearTopKArgs{.hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
+                                    .head = WithShards(whole_, parts_),
+                                    .topk = {.rows = &row,
+                                             .max_k = row.k,
+                                             .indices = indices_.data(),
+                                             .probs = probs_.data(),
+                                             .logsumexp = &logsumexp_,
+                                             .status = &status_}});
     if (status.ok()) status = stream_->Wait().status();
     return status;
   }
@@ -418,16 +419,17 @@ TEST(ShardedStreamTest, WorkThatIsAbandonedIsNotComputed) {
     RowStatus status;
     const std::atomic<bool> abandoned = is_abandoned;
     stream->Watch(&abandoned);
-    ASSERT_TRUE(stream
-                    ->LinearTopK({.hidden = {hidden.data(), DType::kF32, 1, 4, 4},
-                                  .head = {.weight = {weight.data(), DType::kF32, 3000, 4, 4}},
-                                  .topk = {.rows = &row,
-                                           .max_k = 1,
-                                           .indices = &index,
-                                           .probs = &prob,
-                                           .logsumexp = &logsumexp,
-                                           .status = &status}})
-                    .ok());
+    ASSERT_TRUE(
+        stream
+            ->Run(LinearTopKArgs{.hidden = {hidden.data(), DType::kF32, 1, 4, 4},
+                                 .head = {.weight = {weight.data(), DType::kF32, 3000, 4, 4}},
+                                 .topk = {.rows = &row,
+                                          .max_k = 1,
+                                          .indices = &index,
+                                          .probs = &prob,
+                                          .logsumexp = &logsumexp,
+                                          .status = &status}})
+            .ok());
     ASSERT_TRUE(stream->Wait().ok());
     EXPECT_EQ(index, is_abandoned ? kUnwrittenIndex : 0);
   }

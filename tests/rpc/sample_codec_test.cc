@@ -214,12 +214,12 @@ TEST(SampleCodecTest, ABatchTellsHowManyTokensItsRowsNeedUnlessOneMayNeedAny) {
   v1::SampleRequest request = Hidden();
   request.add_top_k(2);
   request.add_top_k(1);
-  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
+  EXPECT_EQ(Enqueued(request).stream.last<LinearSampleArgs>().max_kept, 2);
   request.set_top_k(1, 0);  // off: any token may be drawn
-  EXPECT_EQ(Enqueued(request).stream.max_kept(), 0);
+  EXPECT_EQ(Enqueued(request).stream.last<LinearSampleArgs>().max_kept, 0);
   request.add_temperature(1);
   request.add_temperature(0);
-  EXPECT_EQ(Enqueued(request).stream.max_kept(), 2);
+  EXPECT_EQ(Enqueued(request).stream.last<LinearSampleArgs>().max_kept, 2);
 }
 
 v1::SampleRequest WithLists() {

@@ -1,0 +1,72 @@
+// The ops that streams run. An op is known by the type of its arguments.
+#ifndef LOGITD_KERNELS_OPS_H_
+#define LOGITD_KERNELS_OPS_H_
+
+#include <string_view>
+#include <type_traits>
+#include <variant>
+
+#include "absl/status/status.h"
+#include "kernels/attention_softmax.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/cross_entropy_training.h"
+#include "kernels/linear.h"
+#include "kernels/sample.h"
+#include "kernels/shard_gradients.h"
+#include "kernels/shards.h"
+#include "kernels/softmax_topk.h"
+#include "kernels/verify.h"
+
+namespace logitd {
+
+namespace cuda {  // linear/shards.h; other backends have no such ops
+struct ShardLogitsArgs;
+struct KeptSamplePartialArgs;
+struct KeptSampleMergeArgs;
+}  // namespace cuda
+
+// An op and its arguments, which are somebody else's.
+using Op =
+    std::variant<const SoftmaxTopKArgs*, const SampleArgs*, const VerifyArgs*,
+                 const AttentionSoftmaxArgs*, const AttentionSoftmaxBackwardArgs*,
+                 const CrossEntropyArgs*, const CrossEntropyBackwardArgs*,
+                 const CrossEntropyTrainingArgs*, const LinearTopKArgs*, const LinearSampleArgs*,
+                 const LinearCrossEntropyArgs*, const LinearCrossEntropyBackwardArgs*,
+                 const LinearCrossEntropyTrainingArgs*,
+                 // The halves of linear ops on a sharded head: kernels/shards.h.
+                 const LinearTopKPartialArgs*, const LinearTopKMergeArgs*,
+                 const LinearSamplePartialArgs*, const LinearSampleMergeArgs*,
+                 const LinearCrossEntropyTargetsArgs*, const LinearCrossEntropyPartialArgs*,
+                 const LinearCrossEntropyMergeArgs*, const LinearCrossEntropyBackwardPartialArgs*,
+                 const LinearCrossEntropyBackwardMergeArgs*, const cuda::ShardLogitsArgs*,
+                 const cuda::KeptSamplePartialArgs*, const cuda::KeptSampleMergeArgs*>;
+
+// As errors tell it.
+std::string_view NameOf(const Op& op);
+
+// UNIMPLEMENTED: this backend has no such op.
+absl::Status NoSuchOp(const Op& op);
+
+// Functions of different arguments as one.
+template <class... Functions>
+struct Overloaded : Functions... {
+  using Functions::operator()...;
+};
+
+// run(arguments) where `run` takes the op's, else NoSuchOp.
+template <class Run>
+absl::Status RunIfKnown(const Op& op, const Run& run) {
+  return std::visit(
+      [&](const auto* args) -> absl::Status {
+        if constexpr (std::is_invocable_v<const Run&, decltype(*args)>) {
+          return run(*args);
+        } else {
+          return NoSuchOp(args);
+        }
+      },
+      op);
+}
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_OPS_H_
