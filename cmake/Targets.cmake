@@ -75,10 +75,14 @@ function(logitd_executable name)
   logitd_compile_options(${name})
 endfunction()
 
-# Adds the .cu files of directories to a target, and tells its users that CUDA is built in.
+# Adds the .cu files of directories to a target, and the .cc files that it does not have yet, and tells its users that
+# CUDA is built in. A file without device code is a .cc: nvcc takes it once for each architecture, and five times as long.
 function(logitd_cuda_sources name)
   logitd_glob(sources *.cu ${ARGN})
-  target_sources(${name} PRIVATE ${sources})
+  logitd_glob(host *.cc ${ARGN})
+  get_target_property(known ${name} SOURCES)
+  list(REMOVE_ITEM host ${known})
+  target_sources(${name} PRIVATE ${sources} ${host})
   target_compile_definitions(${name} PUBLIC LOGITD_WITH_CUDA=1)
   # An installed library finds the runtime beside it: its users need no toolkit (logitdConfig.cmake).
   target_link_libraries(${name} PUBLIC $<BUILD_INTERFACE:CUDA::cudart_static> $<INSTALL_INTERFACE:logitd::cudart_static>)

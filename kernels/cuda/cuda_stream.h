@@ -2,8 +2,8 @@
 // driver: small copies are one launch, and small work that repeats is a graph. Its phases are timed by
 // events, or by marks that its own kernels write.
 //
-// The methods are in cuda_stream.cu (its life, Wait, and the phases), cuda_stream_copies.cu (what it
-// copies) and cuda_stream_ops.cu (what it computes).
+// The methods are in cuda_stream.cu (its life, Wait, and the phases), cuda_stream_copies.cc (what it
+// copies) and cuda_stream_ops.cc (what it computes).
 #ifndef LOGITD_KERNELS_CUDA_CUDA_STREAM_H_
 #define LOGITD_KERNELS_CUDA_CUDA_STREAM_H_
 
@@ -46,14 +46,14 @@ class CudaStream final : public DeviceStream {
   absl::Status BeginOps() override { return Enter(kComputing); }
   void LimitWait(absl::Duration limit) override { wait_limit_ = limit; }
 
-  // Copies: cuda_stream_copies.cu.
+  // Copies: cuda_stream_copies.cc.
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Download(const Slab& slab, size_t offset, size_t bytes) override;
   absl::Status Fill(const Slab& slab, size_t offset, size_t bytes, std::byte* to) override;
   absl::Status Gather(absl::Span<const RowsCopy> copies) override;
   absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) override;
 
-  // Ops: cuda_stream_ops.cu.
+  // Ops: cuda_stream_ops.cc.
   absl::Status RunOp(const Op& op) override;
   bool TrainingFits(const ShardTrainingArgs& args) override;
   absl::Status BeginTraining(const ShardTrainingArgs& args) override;

@@ -49,7 +49,7 @@ struct ShardCall {
   auto operator<=>(const ShardCall&) const = default;
 };
 
-// Used by one thread at a time. The head comment of sharded_stream.cu says how devices exchange.
+// Used by one thread at a time. The head comment of sharded_stream.cc says how devices exchange.
 //
 // A part is what a device enqueues of a call between two exchanges. Where a part does not end, the host
 // ends all waits and the collective, and the call ends with an error; the contract of ShardedStream

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "kernels/cross_entropy.h"
-#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/shard_inputs.h"
 #include "kernels/shards.h"
 #include "kernels/status_macros.h"
@@ -26,7 +25,7 @@ struct ShardedGradients::Places {
   int64_t stride;
 
   Places(const LinearCrossEntropyBackwardArgs& args, bool has_inputs, int part_count)
-      : stride(RoundUp(args.hidden.cols, 64)) {
+      : stride((args.hidden.cols + 63) / 64 * 64) {
     const auto count = static_cast<size_t>(args.hidden.rows);
     size_t next = 0;
     const auto take = [&next](size_t size) { return std::exchange(next, next + ToBorder(size)); };
