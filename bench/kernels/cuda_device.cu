@@ -93,9 +93,10 @@ class CudaDevice final : public Device {
     scratch_.multiprocessors = properties.multiProcessorCount;
     scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
     scratch_.clusters = properties.major >= 9;
+    scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
+    products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     scratch_.bytes = kTrainingBytes + kMoreTrainingBytes;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));
-    products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&workspace_, products_.workspace_bytes() + 256)));
     return ToStatus(cudaMemset(scratch_.data, 0, scratch_.bytes));
   }

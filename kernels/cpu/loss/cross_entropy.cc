@@ -49,8 +49,7 @@ LossThreadScratch& ScratchOfThisThread() {
 }
 
 void ReadCellsOfRow(const CrossEntropyArgs& args, int64_t r, const LossRow& row, int64_t begin,
-                    int64_t count) {
-  const int64_t end = std::min(CellCount(args.logits.cols), begin + count);
+                    int64_t end) {
   HWY_DYNAMIC_DISPATCH(ReadCells)(row, args.rows[r], begin, end, ScratchOfThisThread());
 }
 
@@ -64,7 +63,9 @@ void CrossEntropyOfRow(const CrossEntropyArgs& args, int64_t r) {
   if (args.rows[r].active == 0) return;
   const LossRow row = LossRowAt(args, r, ScratchOfThisThread().row, 1, 0);
   const int64_t cells = CellCount(args.logits.cols);
-  for (int64_t c = 0; c < cells; c += kItemCells) ReadCellsOfRow(args, r, row, c, kItemCells);
+  for (int64_t c = 0; c < cells; c += kItemCells) {
+    ReadCellsOfRow(args, r, row, c, std::min(cells, c + kItemCells));
+  }
   AnswerRow(args, r, row);
 }
 
@@ -81,13 +82,9 @@ void CrossEntropy(const CrossEntropyArgs& args, ThreadPool& pool, LossScratch& s
   scratch.before.Get(rows * cells);
   scratch.total.Get(rows * cells);
   scratch.moment.Get(rows * cells);
-  const int64_t at_once = ItemCells(rows * cells, pool.threads());
-  const int64_t per_row = (cells + at_once - 1) / at_once;
-  pool.ParallelFor(rows * per_row, [&](int64_t item) {
-    const int64_t r = item / per_row;
+  ForCells(rows, args.logits.cols, pool, [&](int64_t r, int64_t begin, int64_t end) {
     if (args.rows[r].active == 0) return;
-    ReadCellsOfRow(args, r, LossRowAt(args, r, scratch, rows, r), item % per_row * at_once,
-                   at_once);
+    ReadCellsOfRow(args, r, LossRowAt(args, r, scratch, rows, r), begin, end);
   });
   pool.ParallelFor(rows, [&](int64_t r) {
     if (args.rows[r].active != 0) AnswerRow(args, r, LossRowAt(args, r, scratch, rows, r));

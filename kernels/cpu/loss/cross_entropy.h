@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/cross_entropy.h"
@@ -34,22 +35,6 @@ struct LossScratch {
   Buffer<int32_t> before;
   Buffer<float> total, moment;
 };
-
-// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
-inline constexpr int64_t kWholeRowsPerThread = 4;
-
-inline bool TakesWholeRows(int64_t rows, int64_t vocab, const ThreadPool& pool) {
-  return rows >= kWholeRowsPerThread * pool.threads() || rows * CellCount(vocab) <= kItemCells;
-}
-
-// Calls take(r) for every row; one thread takes about kItemCells cells at once.
-template <typename Take>
-void ForWholeRows(int64_t rows, int64_t vocab, ThreadPool& pool, const Take& take) {
-  const int64_t per_item = std::max<int64_t>(1, kItemCells / CellCount(vocab));
-  pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
-    for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) take(r);
-  });
-}
 
 // Block until done. The bits of the results depend on neither the pool nor what else runs on it.
 // `scratch` belongs to the caller's stream, and stays for its next call.

@@ -135,19 +135,11 @@ HWY_EXPORT(BackwardPart);
 
 void CrossEntropyBackwardOfTokens(const CrossEntropyBackwardArgs& args, const TokenBlock& block,
                                   ThreadPool& pool) {
-  constexpr int64_t kItemElements = kItemCells * kCellElements;
-  const int64_t rows = args.logits.rows;
   const int64_t cols = args.logits.cols;
-  const int64_t per_row = (cols + kItemElements - 1) / kItemElements;
-  const int64_t rows_per_item = std::max<int64_t>(1, kItemElements / cols);
-  pool.ParallelFor((rows + rows_per_item - 1) / rows_per_item * per_row, [&](int64_t item) {
-    const int64_t begin = item % per_row * kItemElements;
-    const int64_t first = item / per_row * rows_per_item;
-    for (int64_t r = first; r < std::min(rows, first + rows_per_item); ++r) {
-      if (args.rows[r].active == 0) continue;
-      HWY_DYNAMIC_DISPATCH(BackwardPart)
-      (args, block, r, begin, std::min(cols, begin + kItemElements));
-    }
+  ForRowParts(args.logits.rows, cols, kItemCells, pool, [&](int64_t r, int64_t begin, int64_t end) {
+    if (args.rows[r].active == 0) return;
+    HWY_DYNAMIC_DISPATCH(BackwardPart)
+    (args, block, r, begin * kCellElements, std::min(cols, end * kCellElements));
   });
 }
 

@@ -1,5 +1,5 @@
-// The threads that finish a row after it was read: the one that has it, or all of a pool, each
-// taking pieces of it.
+// How threads share rows: to read them, whole or by runs of cells; and to finish a row after it was
+// read, which the thread does that has it, or all of a pool, each taking pieces of it.
 //
 // Pieces are cut by the row's length only, and what they find is merged exactly: lists by index,
 // counts and integer masses. So a row's bits do not depend on the threads.
@@ -22,6 +22,48 @@ inline constexpr int64_t kLeastPieceCells = 8;
 inline constexpr int64_t kMostPieces = 16;
 
 inline bool MayBeCut(int64_t vocab) { return CellCount(vocab) >= kLeastCutCells; }
+
+// ---- To read rows
+
+// With fewer rows per thread than this, several threads read a row; else a thread takes whole rows.
+inline constexpr int64_t kWholeRowsPerThread = 4;
+
+inline bool TakesWholeRows(int64_t rows, int64_t vocab, const ThreadPool& pool,
+                           int64_t per_thread = kWholeRowsPerThread) {
+  return pool.threads() == 1 || rows >= per_thread * pool.threads() ||
+         rows * CellCount(vocab) <= kMostItemCells;
+}
+
+// Calls take(r, begin, end) for every row, `at_once` of its cells at a time; a thread takes about as
+// many cells of shorter rows.
+template <class Take>
+void ForRowParts(int64_t rows, int64_t vocab, int64_t at_once, ThreadPool& pool, const Take& take) {
+  const int64_t cells = std::max<int64_t>(1, CellCount(vocab));
+  const int64_t per_row = (cells + at_once - 1) / at_once;
+  const int64_t rows_at_once = std::max<int64_t>(1, at_once / cells);
+  pool.ParallelFor((rows + rows_at_once - 1) / rows_at_once * per_row, [&](int64_t item) {
+    const int64_t begin = item % per_row * at_once;
+    const int64_t first = item / per_row * rows_at_once;
+    for (int64_t r = first; r < std::min(rows, first + rows_at_once); ++r) {
+      take(r, begin, std::min(cells, begin + at_once));
+    }
+  });
+}
+
+// Calls take(r) for every row.
+template <class Take>
+void ForWholeRows(int64_t rows, int64_t vocab, ThreadPool& pool, const Take& take) {
+  ForRowParts(rows, vocab, std::max(kMostItemCells, CellCount(vocab)), pool,
+              [&](int64_t r, int64_t, int64_t) { take(r); });
+}
+
+// Calls take(r, begin, end) for the cells of few rows, so that every thread gets some.
+template <class Take>
+void ForCells(int64_t rows, int64_t vocab, ThreadPool& pool, const Take& take) {
+  ForRowParts(rows, vocab, ItemCells(rows * CellCount(vocab), pool.threads()), pool, take);
+}
+
+// ---- To finish rows
 
 // The pieces of a row: runs of cells, in order.
 struct RowPieces {

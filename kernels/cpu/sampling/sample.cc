@@ -69,12 +69,11 @@ HWY_EXPORT(FinishSample);
 
 namespace {
 
-constexpr int64_t kItemCells = kChunkCells;
 static_assert(kMostItemCells <= kChunkCells);
 
 // With fewer rows per thread than this, several threads read a row. An edited row then needs memory
-// of its own, so it is less than for softmax_topk.
-constexpr int64_t kWholeRowsPerThread = 2;
+// of its own, so it is less than for other ops.
+constexpr int64_t kWholeSampleRows = 2;
 
 // Whether many tokens of the row are looked at after it was read: for them, a row is cut into pieces
 // for all threads.
@@ -88,7 +87,6 @@ bool TakesLong(const SampleRow& ask, int64_t vocab) {
 // Few rows: all threads read each row, and then one thread draws from it, or all.
 void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {
   const int64_t rows = args.logits.rows;
-  const int64_t cells = CellCount(args.logits.cols);
   // Sized here: no thread may grow memory that another one reads.
   SketchAt(scratch.rows.raw, rows, 0, args.logits.cols);
   SketchAt(scratch.rows.processed, rows, 0, args.logits.cols);
@@ -107,14 +105,9 @@ void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scra
     HWY_DYNAMIC_DISPATCH(PlanSample)
     (args, r, scratch.rows, patches + r * max_patches, SampleScratchOfThisThread(), reads + r);
   });
-  const int64_t at_once = ItemCells(rows * cells, pool.threads());
-  const int64_t per_row = (cells + at_once - 1) / at_once;
-  pool.ParallelFor(rows * per_row, [&](int64_t item) {
-    const int64_t r = item / per_row;
+  ForCells(rows, args.logits.cols, pool, [&](int64_t r, int64_t begin, int64_t end) {
     if (args.rows[r].active == 0) return;
-    const int64_t begin = item % per_row * at_once;
-    HWY_DYNAMIC_DISPATCH(ReadSample)
-    (reads[r], args.rows[r], begin, std::min(cells, begin + at_once));
+    HWY_DYNAMIC_DISPATCH(ReadSample)(reads[r], args.rows[r], begin, end);
   });
   FinishRows(
       rows, pool, [&](int64_t r) { return TakesLong(args.rows[r], args.logits.cols); },
@@ -134,17 +127,12 @@ SampleScratch& SampleScratchOfThisThread() {
 
 void Sample(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scratch) {
   const int64_t rows = args.logits.rows;
-  const int64_t cells = CellCount(args.logits.cols);
-  if (pool.threads() > 1 && rows < kWholeRowsPerThread * pool.threads() &&
-      rows * cells > kItemCells) {
+  if (!TakesWholeRows(rows, args.logits.cols, pool, kWholeSampleRows)) {
     return SampleFew(args, pool, scratch);
   }
-  const int64_t per_item = std::max<int64_t>(1, kItemCells / cells);
-  pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
-    for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
-      if (args.rows[r].active == 0) continue;
-      HWY_DYNAMIC_DISPATCH(SampleOne)(args, r, SampleScratchOfThisThread());
-    }
+  ForWholeRows(rows, args.logits.cols, pool, [&](int64_t r) {
+    if (args.rows[r].active == 0) return;
+    HWY_DYNAMIC_DISPATCH(SampleOne)(args, r, SampleScratchOfThisThread());
   });
 }
 

@@ -203,11 +203,6 @@ HWY_EXPORT(TargetName);
 
 namespace {
 
-constexpr int64_t kItemCells = kMostItemCells;
-
-// Fewer rows per thread than this are split by cells; otherwise a thread takes whole rows.
-constexpr int64_t kWholeRowsPerThread = 4;
-
 ThreadScratch& ScratchOfThisThread() {
   thread_local ThreadScratch scratch;
   return scratch;
@@ -234,30 +229,23 @@ void SketchRows(const SoftmaxTopKArgs& args, ThreadPool& pool, SketchScratch& sc
                 const Finish& finish) {
   const int64_t rows = args.logits.rows;
   const int64_t vocab = args.logits.cols;
-  const int64_t cells = CellCount(vocab);
-  if (rows >= kWholeRowsPerThread * pool.threads() || rows * cells <= kItemCells) {
-    const int64_t per_item = std::max<int64_t>(1, kItemCells / std::max<int64_t>(1, cells));
-    pool.ParallelFor((rows + per_item - 1) / per_item, [&](int64_t item) {
-      for (int64_t r = item * per_item; r < std::min(rows, (item + 1) * per_item); ++r) {
-        if (args.rows[r].k == 0) continue;
-        Row row = RowAt(args, r);
-        row.sketch = SketchAt(ScratchOfThisThread().sketch, 1, 0, vocab);
-        HWY_DYNAMIC_DISPATCH(SketchCells)(row, 0, cells);
-        finish(r, row, RowThreads());
-      }
+  if (TakesWholeRows(rows, vocab, pool)) {
+    ForWholeRows(rows, vocab, pool, [&](int64_t r) {
+      if (args.rows[r].k == 0) return;
+      Row row = RowAt(args, r);
+      row.sketch = SketchAt(ScratchOfThisThread().sketch, 1, 0, vocab);
+      HWY_DYNAMIC_DISPATCH(SketchCells)(row, 0, CellCount(vocab));
+      finish(r, row, RowThreads());
     });
     return;
   }
   // Sized here: no thread may grow memory that another reads.
   SketchAt(scratch, rows, 0, vocab);
-  const int64_t at_once = ItemCells(rows * cells, pool.threads());
-  const int64_t per_row = (cells + at_once - 1) / at_once;
-  pool.ParallelFor(rows * per_row, [&](int64_t item) {
-    if (args.rows[item / per_row].k == 0) return;
-    Row row = RowAt(args, item / per_row);
-    row.sketch = SketchAt(scratch, rows, item / per_row, vocab);
-    const int64_t begin = item % per_row * at_once;
-    HWY_DYNAMIC_DISPATCH(SketchCells)(row, begin, std::min(cells, begin + at_once));
+  ForCells(rows, vocab, pool, [&](int64_t r, int64_t begin, int64_t end) {
+    if (args.rows[r].k == 0) return;
+    Row row = RowAt(args, r);
+    row.sketch = SketchAt(scratch, rows, r, vocab);
+    HWY_DYNAMIC_DISPATCH(SketchCells)(row, begin, end);
   });
   FinishRows(
       rows, pool, [&](int64_t r) { return args.rows[r].k >= kManySorted && MayBeCut(vocab); },
