@@ -411,7 +411,9 @@ __device__ __noinline__ SigmaSums AddRow(const Row& row, float peak) {
   double* const below = reinterpret_cast<double*>(s.bin_share);  // [cells]
   double* const squares = below + kMostCells;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int cells = CellsOf(row.vocab);
+  const int vocab = row.vocab;
+  const int cells = CellsOf(vocab);
+  constexpr int kAtOnce = 16;  // loads of a lane
   const auto fold = [](double sum) {
 #pragma unroll
     for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(kFullWarp, sum, half);
@@ -423,13 +425,19 @@ __device__ __noinline__ SigmaSums AddRow(const Row& row, float peak) {
 #pragma unroll 1
     for (int c = static_cast<int>(threadIdx.x) / 32; c < cells; c += blockDim.x / 32) {
       double sum = 0, square_sum = 0;
-#pragma unroll 8
-      for (int i = c * kCell + lane; i < (c + 1) * kCell; i += 32) {
-        const float x = i < row.vocab ? ToFloat(logits[i]) : -kInfinity;
-        const double distance = BelowMax(peak, x);
-        sum += distance;
-        square_sum = __dadd_rn(square_sum, __dmul_rn(distance, distance));
-        count += x > -kInfinity;
+#pragma unroll 1
+      for (int first = c * kCell + lane; first < (c + 1) * kCell; first += 32 * kAtOnce) {
+        float x[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+          x[k] = first + 32 * k < vocab ? ToFloat(logits[first + 32 * k]) : -kInfinity;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const double distance = BelowMax(peak, x[k]);
+          sum += distance;
+          square_sum = __dadd_rn(square_sum, __dmul_rn(distance, distance));
+          count += x[k] > -kInfinity;
+        }
       }
       sum = fold(sum);
       square_sum = fold(square_sum);
