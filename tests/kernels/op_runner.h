@@ -375,12 +375,8 @@ class OpRunner {
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.cross_entropy, &answer);
-<<<<<<< HEAD
     args.cross_entropy.counted_rows = counted_rows;
-    return Run(&Stream::LinearCrossEntropy, args, answer);
-=======
     return Run(args, answer);
->>>>>>> 834e885 (Know ops by their arguments: one list, one method of a stream)
   }
 
   // Returns d_logits.
