@@ -27,10 +27,6 @@ constexpr size_t kBriefInputBytes = size_t{1} << 30;
 constexpr int kBriefReplays = 5;
 constexpr int kBriefWarmReplays = 1;
 constexpr int kBriefLaunches = 64;
-// Training has a goal of memory too: 300 MiB besides the gradients, and 16 bits for every logit that
-// d_weight has no room for.
-constexpr size_t kTrainingBytes = size_t{290} << 20;
-constexpr size_t kMoreTrainingBytes = size_t{1} << 30;
 // A tool that watches a launch is slow, and looks after the caches itself.
 constexpr size_t kOnceInputBytes = size_t{64} << 20;
 
@@ -95,7 +91,6 @@ class CudaDevice final : public Device {
     scratch_.clusters = properties.major >= 9;
     scratch_.bytes = cuda::Scratch::BytesFor(properties.totalGlobalMem);
     products_status_.Update(products_.Init(cuda::ProductWorkspaceBytes(scratch_)));
-    scratch_.bytes = kTrainingBytes + kMoreTrainingBytes;
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes)));
     LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&workspace_, products_.workspace_bytes() + 256)));
     return ToStatus(cudaMemset(scratch_.data, 0, scratch_.bytes));
@@ -159,13 +154,15 @@ class CudaDevice final : public Device {
   }
 
   absl::Status Run(const LinearCrossEntropyTrainingArgs& args) override {
+    // Training has a goal of memory too: 300 MiB besides the gradients, and 16 bits for every logit
+    // that d_weight has no room for.
     const LinearCrossEntropyBackwardArgs& of = args.gradient;
     const int64_t logits = of.hidden.rows * of.head.vocab() * 2;
     const int64_t room =
         of.d_weight.rows * of.d_weight.cols * static_cast<int64_t>(SizeOf(of.d_weight.dtype));
     cuda::Scratch lean = scratch_;
     lean.bytes = std::min(
-        lean.bytes, kTrainingBytes + static_cast<size_t>(std::max<int64_t>(0, logits - room)));
+        lean.bytes, (size_t{290} << 20) + static_cast<size_t>(std::max<int64_t>(0, logits - room)));
     LOGITD_RETURN_IF_ERROR(products_status_);
     return ToStatus(cuda::LinearCrossEntropyTraining(args, products_, lean, queue()));
   }
