@@ -1,10 +1,8 @@
-// cross_entropy_training on the CUDA backend: the checks of the CPU backend, and blocks that take row
-// after row.
+// cross_entropy_training on the CUDA backend: the checks of the CPU backend, and many rows.
 #include <gtest/gtest.h>
 
 #include <cstring>
 
-#include "kernels/cuda/loss/training_kernels.h"
 #include "tests/kernels/cross_entropy_training_cases.h"
 #include "tests/kernels/cuda_test.h"
 
@@ -15,36 +13,7 @@ class CrossEntropyTrainingGpuTest : public CudaTest {};
 const bool kRegistered = RegisterChecks<CrossEntropyTrainingGpuTest>("CrossEntropyTrainingGpuTest",
                                                                      CrossEntropyTrainingChecks());
 
-// Where each way was faster on an H100, which has 132 multiprocessors.
-TEST(CrossEntropyTrainingKernelsTest, TheFasterKernelsServe) {
-  using enum cuda::TrainingKernels;
-  struct Choice {
-    cuda::TrainingShape shape;
-    cuda::TrainingKernels want;
-  };
-  constexpr DType kF32 = DType::kF32, kBF16 = DType::kBF16;
-  for (const Choice& c : {
-           Choice{{kBF16, 65536, 1000, false, false}, kShortRows},
-           Choice{{kBF16, 65536, 1000, true, false}, kShortRows},
-           Choice{{kF32, 41250, 2000, false, false}, kShortRows},
-           Choice{{kBF16, 100, 1000, false, false}, kHeldRows},
-           Choice{{kBF16, 41250, 4000, false, false}, kHeldRows},
-           Choice{{kBF16, 41250, 4000, true, false}, kTwoCalls},
-           Choice{{kBF16, 32768, 5000, false, false}, kTwoCalls},
-           Choice{{kBF16, 64, 5000, false, false}, kHeldRows},
-           Choice{{kF32, 32768, 5000, false, false}, kHeldRows},
-           Choice{{kBF16, 8192, 128256, false, false}, kHeldRows},
-           Choice{{kBF16, 8192, 128256, true, false}, kTwoCalls},
-           Choice{{kBF16, 64, 128256, true, false}, kTwoCalls},
-           Choice{{kF32, 8192, 128256, true, false}, kHeldRows},
-           Choice{{kBF16, 65536, 1000, false, true}, kTwoCalls},
-       }) {
-    EXPECT_EQ(cuda::TrainingKernelsFor(c.shape, 132), c.want)
-        << Name(c.shape.dtype) << ", " << c.shape.rows << " x " << c.shape.vocab;
-  }
-}
-
-// More rows than the device holds at once: as few as a block of one warp has, and clusters.
+// More rows than the device takes at once, of every length that has a kernel of its own.
 struct ManyRows {
   DType dtype;
   int64_t rows;

@@ -1,61 +1,30 @@
-// cross_entropy_training: a row stays in shared memory between its loss and its gradient: one read,
-// one write.
+// cross_entropy_training: a block, or a cluster, reads a row as cross_entropy does, then reads it again,
+// out of L2, and writes its gradient as the backward does: one read of HBM, one write.
 //
-// A block, or a cluster of up to 8 for a longer row, holds the row's cells. It sums them as
-// cross_entropy does (cell_sums.cuh), one warp merges them and writes the answers, and all warps
-// write the gradient from shared memory. Each cell's place is filled with the next row's as soon as
-// it has been read for the last time, so that a row is read while the one before it is written.
-// Blocks stay for many rows; two or three of them share a multiprocessor, so that one row's merge
-// runs during another's copies.
+// Where that is faster, two calls serve: cross_entropy, then its backward (BlocksOf).
 //
-//   reading    a warp takes cells of 1024 logits from its ring of copies and leaves their sums in
-//              every block of the cluster
-//   merging    one warp of every block merges them all: the blocks need not wait for an answer
-//   writing    vectors of 16 bytes, aligned as the output is; a row's few elements before and
-//              after them one by one
-//
-// Which kernels serve a call is a rule of its own (training_kernels.h): many short rows are held by
-// warps (short_training.cu), and calls that two kernels serve faster take cross_entropy's and its
-// backward's. So do rows longer than a cluster holds (393,216 tokens of 16 bits, 196,608 of f32;
-// without clusters 49,152 and 24,576) and calls with top tokens.
-//
-// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by, for 16
-// bits on an H100 (bench/results/h100/profile.json, 8192 x 128256): neither HBM (72% of its peak; a
-// copy reaches 84%) nor instructions (41% of what can be issued), but by how few rows shared memory
-// holds: three blocks a multiprocessor, whose warps spend 39% of their time at the barrier around a
-// row's merge and 25% in waiting for logits. f32 rows reach 90% of a copy. With a softcap, about 40
-// instructions an element, 57% is issued. Rows of a few cells are limited by what a row costs besides
-// its elements.
-// Measured: bench/results/h100/cross_entropy_training.json, beside the two calls;
-// cross_entropy_training_lengths.json.
-// Tried and dropped, on an H100: 4 blocks a multiprocessor with 64 registers (4 to 14% slower:
-// spills); 4 warps with twice the cells each (0 to 7%; f32 1 to 3% faster); Gradient::At for all rows
-// (8 to 14%). All loops in one function, and a barrier of the cluster to exchange sums (together 8%
-// at 32000 tokens, 13% at 128256): spills find no room in L1 beside the rows, and the barrier waits
-// for the gradients' writes. More warps for rows of 5 and 16 cells (3 to 23% slower).
-//
-// racecheck takes the merge of a cluster's row for a race with the writing of the row before: it does
-// not follow the inbox. A warp sends its cells after it has written, and the merge waits for all.
-#include "kernels/cuda/loss/cross_entropy_training.h"
-
+// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by: HBM while
+// all blocks of a multiprocessor read or all write; what L2 holds (rows of 256 KB and more are read in part
+// again); label smoothing by instructions. Measured on an H200, bf16, as a share of the copy, in brackets
+// the two calls: 8192 x 32000 77% (64%), 50257 74% (62%), 128256 72% (68%); 777 x 151936 69% (63%).
+// Dropped: rows held in shared memory by a cluster (67% at 128256 tokens: few rows find room, and their
+// merge is not hidden); a ring of rows with warps by role (61%); 8 blocks a row (54%).
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <cstring>
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/loss/held_cells.cuh"
-#include "kernels/cuda/loss/short_training.h"
-#include "kernels/cuda/loss/training_kernels.h"
+#include "kernels/cuda/loss/cell_sums.cuh"
+#include "kernels/cuda/loss/cross_entropy_training.h"
+#include "kernels/cuda/loss/row_gradient.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/cluster_blocks.h"
-#include "kernels/cuda/rows/cluster_inbox.cuh"
-#include "kernels/cuda/rows/clusters_at_once.h"
 #include "kernels/cuda/rows/row_block.cuh"
 
 namespace logitd::cuda {
 namespace {
+
+constexpr int kWarps = 8;
+constexpr int kResident = 3;
 
 struct Params {
   CrossEntropyTrainingArgs args;
@@ -63,258 +32,217 @@ struct Params {
   int32_t blocks;  // of a row's cluster
 };
 
-constexpr int kMostWarps = 8;
-constexpr int kResident = 3;
-
-// ---- a block's shared memory -------------------------------------------------------------------
-
-// A row that is merged, until its answers are written.
-struct Merged {
-  ClusterInbox inbox;  // of the row's cells and its target's logit
-  Outcome outcome;
-  double log_of_sum;
-  RowSums sums;
-  float target_logit;
-  int nan;  // as KnownCell's, of the row
-};
-
-template <class T, int kStages>
-struct BlockMemory {
-  Merged* merged;
-  RowGradient<T>* gradient;
-  KnownCell* cells;                               // [of the row]
-  typename CellRing<T, kStages>::Storage* rings;  // [warps]
-
-  __device__ static BlockMemory Of() {
-    extern __shared__ __align__(128) uint4 dynamic[];
-    auto* rings = reinterpret_cast<typename CellRing<T, kStages>::Storage*>(dynamic);
-    auto* merged = reinterpret_cast<Merged*>(rings + blockDim.x / 32);
-    auto* gradient = reinterpret_cast<RowGradient<T>*>(merged + 1);
-    return {merged, gradient, reinterpret_cast<KnownCell*>(gradient + 1), rings};
-  }
-  static int Bytes(int warps, int blocks) {
-    return static_cast<int>(warps * sizeof(typename CellRing<T, kStages>::Storage) +
-                            sizeof(Merged) + sizeof(RowGradient<T>) +
-                            blocks * warps * kStages * sizeof(KnownCell));
-  }
-};
-
-// ---- stages of a row ---------------------------------------------------------------------------
-
-// The loops over cells are functions of their own, and so are the merge and the answers: each has all
-// registers of a thread.
-
-template <class T, int kStages>
-__device__ inline HeldCells<T, kStages> CellsOf(const BlockMemory<T, kStages>& memory,
-                                                const Part& part, const CrossEntropyArgs& loss) {
-  const int warp = threadIdx.x / 32;
-  return {memory.rings[warp],
-          {.first_place = 0,
-           .turns = kStages,
-           .begin = part.begin + warp * kCell,
-           .step = static_cast<int>(blockDim.x) / 32 * kCell,
-           .end = part.end},
-          static_cast<int>(loss.logits.cols)};
-}
-
-// Sums the warp's cells of a row for every block of the cluster.
-template <class T, int kStages, Summing kSumming>
-__device__ __noinline__ void SumCells(const Params& p, int64_t r, Part part, CellAsk ask,
-                                      int target) {
-  const auto memory = BlockMemory<T, kStages>::Of();
-  const int lane = threadIdx.x % 32;
-  // Leaves a value at `here` in every block, by a lane for each.
-  const auto leave = [&](auto* here, const auto& value) {
-    if (lane >= part.blocks) return;
-    if (part.blocks == 1) {
-      *here = value;
-    } else {
-      uint32_t words[sizeof(value) / 4];
-      memcpy(words, &value, sizeof(value));
-      memory.merged->inbox.Send(here, words, lane);
-    }
+template <class T>
+struct Block : BlockShape<T, SmallPool, kWarps, sizeof(T) == 4 ? 2 : 3, kResident> {
+  struct Shared {
+    typename Block::Ring::Storage rings[kWarps];
   };
-  CellsOf(memory, part, p.args.loss)
-      .template Sum<kSumming>(
-          RowOf<T>(p.args, r), ask, target,
-          [&](int i, const CellSums& sums, int nan) {
-            leave(memory.cells + i, KnownCell{sums, nan});
-          },
-          [&](float logit) { leave(&memory.gradient->target_logit, logit); });
-}
+};
 
-// Merges a row's cells and leaves what its answers and its gradient need, by one warp.
-template <class T, int kStages>
-__device__ __noinline__ void MergeRow(const Params& p, int64_t r) {
-  const auto memory = BlockMemory<T, kStages>::Of();
-  const int lane = threadIdx.x % 32;
-  const KnownCell* cells = memory.cells;
-  const CrossEntropyRow& ask = p.args.loss.rows[r];
-  const int32_t vocab = static_cast<int32_t>(p.args.loss.logits.cols);
-  const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
-  const RowSums sums =
-      cuda::MergeRow(p.cells, log2e_over_temperature, lane, [=](int i) { return cells[i].sums; });
-  int nan = vocab;
-  if (isnan(sums.stats.sum)) {
-    for (int i = lane; i < p.cells; i += 32) {
-      if (isnan(cells[i].sums.stats.sum)) nan = min(nan, cells[i].nan);
-    }
-    nan = __reduce_min_sync(kFullWarp, nan);
+// A cell's sums, and where it has a NaN.
+struct alignas(8) KnownCell {
+  CellSums sums;
+  int32_t nan;  // where the sum is NaN: the lowest index of one in the row; vocab: none in the cell
+};
+static_assert(sizeof(KnownCell) == 24);
+
+// The lowest index of a NaN in the cell at `first`; `none` where it has none.
+template <class T>
+__device__ inline int NanOf(const LaneCell<T>& x, int first, int none, int lane) {
+  int nan = none;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e) {
+    if (isnan(x[e])) nan = min(nan, first + CellIndex<T>(lane, e));
   }
-  if (lane != 0) return;
-  const double log_of_sum = log(static_cast<double>(sums.stats.sum));
-  const Outcome outcome = OutcomeOf(ask, sums.stats, log_of_sum);
-  RowGradient<T>& gradient = *memory.gradient;
-  const float logit = ask.target < 0 ? 0.0f : gradient.target_logit;
-  Merged& merged = *memory.merged;
-  merged.outcome = outcome;
-  merged.log_of_sum = log_of_sum;
-  merged.sums = sums;
-  merged.target_logit = logit;
-  merged.nan = nan;
-  FillIn(gradient, ask, outcome, gradient.upstream, vocab);
+  return __reduce_min_sync(kFullWarp, nan);
 }
 
-// Writes the answers of a merged row, by one warp.
-template <class T, int kStages>
-__device__ __noinline__ void AnswerRow(const Params& p, int64_t r) {
-  const Merged& merged = *BlockMemory<T, kStages>::Of().merged;
-  WriteExtras(p.args.loss, p.args.loss.rows[r], merged.outcome);
-  if (threadIdx.x % 32 != 0) return;
-  WriteAnswers(p.args.loss, r, merged.sums, merged.log_of_sum, merged.outcome, merged.target_logit,
-               merged.nan);
+template <class T>
+struct BlockMemory {
+  typename Block<T>::Shared rings;
+  RowGradient<T> gradient;
+  KnownCell cells[1];  // [p.cells]
+
+  __device__ static BlockMemory& Of() {
+    extern __shared__ __align__(128) uint4 dynamic[];
+    return *reinterpret_cast<BlockMemory*>(dynamic);
+  }
+};
+
+// Calls sum(std::integral_constant<Summing, summing>).
+template <class Sum>
+__device__ inline void VisitSumming(Summing summing, const Sum& sum) {
+  switch (summing) {
+    case Summing::kPlain:
+      return sum(std::integral_constant<Summing, Summing::kPlain>());
+    case Summing::kWithRankOrTotal:
+      return sum(std::integral_constant<Summing, Summing::kWithRankOrTotal>());
+    case Summing::kWeighted:
+      return sum(std::integral_constant<Summing, Summing::kWeighted>());
+    case Summing::kMildlyCapped:
+      return sum(std::integral_constant<Summing, Summing::kMildlyCapped>());
+    case Summing::kMildlyCappedAll:
+      return sum(std::integral_constant<Summing, Summing::kMildlyCappedAll>());
+    case Summing::kCapped:
+      return sum(std::integral_constant<Summing, Summing::kCapped>());
+  }
+  __builtin_unreachable();
 }
 
-template <class T, int kStages, Writing kWriting>
-__device__ __noinline__ void WriteCells(const Params& p, int64_t r, int64_t next, Part part) {
-  const auto memory = BlockMemory<T, kStages>::Of();
-  HeldCells<T, kStages> cells = CellsOf(memory, part, p.args.loss);
-  const T* next_row = next < p.args.loss.logits.rows ? RowOf<T>(p.args, next) : nullptr;
-  WriteHeld<kWriting>(p.args, r, next_row, *memory.gradient, cells);
+// Sums the block's part of a row: the sums of its cells go to every block of the cluster.
+template <Summing kSumming, class T>
+__device__ inline void SumPart(RowStream<Block<T>>& stream, const CellAsk& ask, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  KnownCell* cells = BlockMemory<T>::Of().cells;
+  if (part.blocks > 1) cells = InBlock(cells, min(lane, part.blocks - 1));
+  LaneCell<T> x;
+  RankCounter<T> rank(ask.target, ask.target_logit);
+  int last = -1;  // cell
+#pragma unroll 1
+  while (stream.Next(x)) {
+    const int first = stream.first();
+    stream.Release();
+    const float lane_max = x.Max(0, kLaneElements);
+    if constexpr (kSumming != Summing::kPlain) {
+      if (ask.target >= 0) rank.Add(x, first, lane);
+    }
+    KnownCell known{SumCell<kSumming, T>(x, lane_max, ask, first, part.end, lane),
+                    part.row_elements};
+    if (isnan(known.sums.stats.sum)) known.nan = NanOf(x, first, part.row_elements, lane);
+    last = first / kCell;
+    if (lane < part.blocks) cells[last] = known;
+  }
+  if (kSumming != Summing::kPlain && ask.target >= 0 && last >= 0) {
+    const int before = rank.Total();
+    if (lane < part.blocks) cells[last].sums.before = before;
+  }
 }
 
-// ---- the kernel --------------------------------------------------------------------------------
-
-// Copies 4 bytes into shared memory asynchronously.
-__device__ inline void CopyAsync4(void* shared, const void* global) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+// Leaves the logits of a row's extra ids in the place of their answers: those from `first` on, every
+// step-th. A gradient in place overwrites them before the answers are known.
+template <class T>
+__device__ inline void KeepExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
+                                  const T* row, int first, int step) {
+  for (int i = first; i < ask.extra_count; i += step) {
+    args.answers.extra_logprobs[ask.first_extra_entry + i] =
+        ToFloat(row[args.extra_ids[ask.first_extra + i]]);
+  }
+}
+// Makes answers of them, by the same lanes.
+__device__ inline void WriteExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
+                                   const Outcome& outcome, int first, int step) {
+  for (int i = first; i < ask.extra_count; i += step) {
+    float* logprob = args.answers.extra_logprobs + ask.first_extra_entry + i;
+    *logprob = static_cast<float>(outcome.Logprob(*logprob));
+  }
 }
 
-// Clusters take every teams-th row.
-template <class T, int kStages>
-__global__ void __launch_bounds__(kMostWarps * 32, kResident)
+// A block, or a cluster, takes a row: reads it and sums it as cross_entropy does, then reads it again, from
+// L2, and writes its gradient.
+template <class T>
+__global__ void __launch_bounds__(kWarps * 32, kResident)
     TrainingKernel(const __grid_constant__ Params p) {
+  if (p.blocks > 1) ClusterArriveEmpty();
+  const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const CrossEntropyArgs& loss = p.args.loss;
   const int32_t vocab = static_cast<int32_t>(loss.logits.cols);
-  const int teams = static_cast<int>(gridDim.x) / p.blocks;
-  const int team = static_cast<int>(blockIdx.x) / p.blocks;
-  const Part part =
-      Part::Of(static_cast<int>(blockIdx.x) - team * p.blocks, p.blocks, p.cells, vocab);
-  const auto memory = BlockMemory<T, kStages>::Of();
+  const int64_t r = blockIdx.x / p.blocks;
+  const Part part = Part::Of(static_cast<int>(blockIdx.x - r * p.blocks), p.blocks, p.cells, vocab);
+  const T* row = static_cast<const T*>(loss.logits.data) + r * loss.logits.row_stride;
+  T* to = static_cast<T*>(p.args.d_logits.data) + r * p.args.d_logits.row_stride;
+  const CrossEntropyRow& ask = loss.rows[r];
+  BlockMemory<T>& memory = BlockMemory<T>::Of();
+
+  const bool active = ask.active != 0;
+  const int target = ask.target;
+  const int want = ask.want;
+  const float softcap = ask.softcap;
+  const float temperature = ask.temperature;
+  const float smoothing = ask.label_smoothing;
+  RowStream<Block<T>> stream(memory.rings, row, part.begin, part.end);
+  if (p.blocks > 1) ClusterWait();  // all blocks have begun: their memory is there
+  if (!active) return stream.Abandon();
+  const float target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f;
+  const CellAsk cell_ask{.target = (want & kWantRank) != 0 ? target : kIgnoredTarget,
+                         .target_logit = target_logit,
+                         .weighted = (want & kWantEntropy) != 0,
+                         .total = smoothing > 0,
+                         .softcap = softcap,
+                         .log2e_over_temperature = Log2EOverTemperature(softcap, temperature)};
+  const bool answers = warp == 0 && part.block == 0;
+  if (answers) KeepExtras(loss, ask, row, lane, 32);
+  VisitSumming(SummingOf(cell_ask),
+               [&](auto summing) { SumPart<summing, T>(stream, cell_ask, part); });
   if (p.blocks > 1) {
-    if (threadIdx.x == 0) memory.merged->inbox.Open();
     ClusterArrive();
+    ClusterWait();
+  } else {
+    __syncthreads();
   }
-  CellsOf(memory, part, loss).Fill(RowOf<T>(p.args, team));
-  int round = 0;  // of the inbox
-#pragma unroll 1
-  for (int64_t r = team; r < loss.logits.rows; r += teams) {
-    const CrossEntropyRow& ask = loss.rows[r];
-    const bool active = ask.active != 0;
-    // All blocks have begun, or merged the row before: they are ready to get the row's cells.
-    if (p.blocks > 1) ClusterWait();
-    if (active) {
-      if (threadIdx.x == 0) {
-        CopyAsync4(&memory.gradient->upstream, p.args.upstream + r);
-        const size_t bytes = p.cells * sizeof(KnownCell) + (ask.target >= 0 ? sizeof(float) : 0);
-        if (p.blocks > 1) memory.merged->inbox.Expect(static_cast<int>(bytes));
+  GradientWriter<T, kWarps * 32> writer(row, to, part.begin, part.end);
+  if (warp == 0) {
+    const KnownCell* cells = memory.cells;
+    const RowSums sums = MergeRow(p.cells, cell_ask.log2e_over_temperature, lane,
+                                  [=](int i) { return cells[i].sums; });
+    int nan = vocab;
+    if (isnan(sums.stats.sum)) {
+      for (int i = 0; i < p.cells; ++i) {
+        if (isnan(cells[i].sums.stats.sum)) nan = min(nan, cells[i].nan);
       }
-      const int ranked = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget;
-      const CellAsk cell_ask{
-          .target = ranked,
-          .target_logit = ranked >= 0 ? ToFloat(RowOf<T>(p.args, r)[ranked]) : 0.0f,
-          .weighted = (ask.want & kWantEntropy) != 0,
-          .total = ask.label_smoothing > 0,
-          .softcap = ask.softcap,
-          .log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature)};
-      if (warp == 0 && part.block == 0) KeepExtras(loss, ask, RowOf<T>(p.args, r));
-      VisitSumming(SummingOf(cell_ask), [&](auto summing) {
-        SumCells<T, kStages, summing>(p, r, part, cell_ask, ask.target);
-      });
-      if (p.blocks == 1) __syncthreads();
-      if (warp == 0) {
-        if (p.blocks > 1) memory.merged->inbox.Wait(round);
-        WaitAsync<0>();  // for upstream
-        MergeRow<T, kStages>(p, r);
-      }
-      ++round;
-      __syncthreads();
-      if (warp == 0 && part.block == 0) AnswerRow<T, kStages>(p, r);
     }
-    const int64_t next = r + teams;
-    if (next < loss.logits.rows) {
-      if (p.blocks > 1) ClusterArriveEmpty();
-      PrefetchToL2(loss.rows + next);
+    const double log_of_sum = log(static_cast<double>(sums.stats.sum));
+    const Outcome outcome = OutcomeOf(ask, sums.stats, log_of_sum);
+    if (lane == 0)
+      memory.gradient.Fill(ask, static_cast<float>(outcome.LogSumExp()), p.args.upstream[r],
+                           target >= 0, target_logit, vocab);
+    __syncthreads();
+    if (answers) {
+      WriteExtras(loss, ask, outcome, lane, 32);
+      if (lane == 0) WriteAnswers(loss, r, sums, log_of_sum, outcome, target_logit, nan);
     }
-    VisitWriting(WritingOf(active, *memory.gradient),
-                 [&](auto writing) { WriteCells<T, kStages, writing>(p, r, next, part); });
+  } else {
+    __syncthreads();
   }
-  WaitAsync<0>();
+  writer.Write(active, memory.gradient);
 }
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// The shape of a launch; no threads: a row does not fit into a cluster.
-template <class T, int kStages>
-LaunchShape ShapeOf(Params& p, const Scratch& scratch) {
-  const int64_t rows = p.args.loss.logits.rows;
-  p.blocks = static_cast<int32_t>(CeilDiv(p.cells, kMostWarps * kStages));
-  int64_t stages = kStages;
-  if (scratch.clusters && rows <= scratch.multiprocessors) {
-    // More blocks and warps end a row sooner.
-    p.blocks = std::max(p.blocks, std::min(p.cells, ClusterBlocksAtOnce(rows, scratch)));
-    stages = 1;
+// The blocks of a row, by its bytes: L2 holds the rows that are under way, or most of them. Longer rows,
+// or shorter than kLeastCells, take less time in two calls.
+constexpr struct {
+  int64_t most_bytes;
+  int blocks;
+} kBlocksOfRows[] = {{int64_t{112} << 10, 1}, {int64_t{400} << 10, 2}, {int64_t{1} << 20, 4}};
+constexpr int kLeastCells = 9;
+
+// 0: the call takes less time in two.
+int BlocksOf(const CrossEntropyTrainingArgs& args, const Scratch& scratch) {
+  const TensorView& logits = args.loss.logits;
+  const int64_t bytes = logits.cols * static_cast<int64_t>(SizeOf(logits.dtype));
+  // More instructions an element than fit beside the reading of 16 bits.
+  const bool busy = args.softcap || (args.loss.want & kWantEntropy) != 0;
+  if (args.loss.max_top_logprobs > 0 || (busy && SizeOf(logits.dtype) == 2)) return 0;
+  if (logits.cols <= int64_t{kLeastCells - 1} * kCell) return 0;
+  for (const auto& of : kBlocksOfRows) {
+    if (bytes > of.most_bytes) continue;
+    if (!scratch.clusters) return of.blocks == 1 ? 1 : 0;
+    return std::max(of.blocks, ClusterBlocksAtOnce(logits.rows, scratch));
   }
-  const int64_t part = CeilDiv(p.cells, p.blocks);
-  const int warps = static_cast<int>(std::min<int64_t>(kMostWarps, CeilDiv(part, stages)));
-  const LaunchShape shape{.threads = warps * 32,
-                          .cluster = p.blocks,
-                          .shared_bytes = BlockMemory<T, kStages>::Bytes(warps, p.blocks),
-                          .most_shared_bytes = scratch.block_shared_bytes};
-  const bool fits = p.blocks <= (scratch.clusters ? kMaxClusterBlocks : 1) &&
-                    shape.shared_bytes <= scratch.block_shared_bytes;
-  return fits ? shape : LaunchShape{};
+  return 0;
 }
 
-// ClustersAtOnce, asked once for every shape of a device.
-template <class T, int kStages>
-cudaError_t TeamsAtOnce(const LaunchShape& shape, const Scratch& scratch, int* teams) {
-  constexpr int kDevices = 64;
-  static std::array<std::array<std::array<std::atomic<int>, kMaxClusterBlocks>, kMostWarps>,
-                    kDevices>
-      known;
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  std::atomic<int>& of_shape = known[device % kDevices][shape.threads / 32 - 1][shape.cluster - 1];
-  *teams = of_shape.load(std::memory_order_relaxed);
-  if (*teams > 0 && device < kDevices) return cudaSuccess;
-  const cudaError_t error = ClustersAtOnce(
-      reinterpret_cast<const void*>(&TrainingKernel<T, kStages>), shape, scratch, teams);
-  of_shape.store(*teams, std::memory_order_relaxed);
-  return error;
-}
-
-template <class T, int kStages>
-cudaError_t Launch(const Params& p, LaunchShape shape, const Scratch& scratch,
-                   cudaStream_t stream) {
-  int teams = 0;
-  const cudaError_t error = TeamsAtOnce<T, kStages>(shape, scratch, &teams);
-  if (error != cudaSuccess) return error;
-  if (teams == 0) return cudaErrorNotSupported;
-  shape.grid = GridFor(std::min<int64_t>(teams, p.args.loss.logits.rows) * p.blocks);
-  return LaunchKernel(&TrainingKernel<T, kStages>, shape, stream, p);
+template <class T>
+cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
+  return LaunchKernel(
+      &TrainingKernel<T>,
+      {.grid = GridFor(p.args.loss.logits.rows * p.blocks),
+       .threads = kWarps * 32,
+       .cluster = p.blocks,
+       .shared_bytes = static_cast<int>(sizeof(BlockMemory<T>) + p.cells * sizeof(KnownCell)),
+       .most_shared_bytes = scratch.block_shared_bytes},
+      stream, p);
 }
 
 }  // namespace
@@ -323,30 +251,11 @@ cudaError_t CrossEntropyTraining(const CrossEntropyTrainingArgs& args, const Scr
                                  cudaStream_t stream) {
   const CrossEntropyArgs& loss = args.loss;
   if (loss.logits.rows == 0) return cudaSuccess;
-  const TrainingKernels kernels = TrainingKernelsFor({.dtype = loss.logits.dtype,
-                                                      .rows = loss.logits.rows,
-                                                      .vocab = loss.logits.cols,
-                                                      .softcap = args.softcap,
-                                                      .tops = loss.max_top_logprobs > 0},
-                                                     scratch.multiprocessors);
-  if (kernels == TrainingKernels::kShortRows) return ShortTraining(args, scratch, stream);
-  if (kernels == TrainingKernels::kHeldRows) {
-    Params p{.args = args, .cells = static_cast<int32_t>(CeilDiv(loss.logits.cols, kCell))};
-    bool launched = false;
-    const cudaError_t error = VisitDType(loss.logits.dtype, [&]<class T>() {
-      constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
-      constexpr int kMoreStages = sizeof(T) == 4 ? 3 : 6;  // two blocks on a multiprocessor
-      if (const LaunchShape shape = ShapeOf<T, kStages>(p, scratch); shape.threads > 0) {
-        launched = true;
-        return Launch<T, kStages>(p, shape, scratch, stream);
-      }
-      if (const LaunchShape shape = ShapeOf<T, kMoreStages>(p, scratch); shape.threads > 0) {
-        launched = true;
-        return Launch<T, kMoreStages>(p, shape, scratch, stream);
-      }
-      return cudaSuccess;
-    });
-    if (launched) return error;
+  if (const int blocks = BlocksOf(args, scratch); blocks > 0) {
+    const Params p{.args = args,
+                   .cells = static_cast<int32_t>(CeilDiv(loss.logits.cols, kCell)),
+                   .blocks = blocks};
+    return VisitDType(loss.logits.dtype, [&]<class T>() { return Launch<T>(p, scratch, stream); });
   }
   const cudaError_t error = CrossEntropy(loss, scratch, stream);
   return error != cudaSuccess ? error : CrossEntropyBackward(args.Backward(), stream);
