@@ -1,18 +1,17 @@
-// Logits of up to 128 hidden states on Hopper: the weight is read once, by 256 or 512 bytes of rows.
+// Logits of up to 128 hidden states on Hopper: the weight is read once, at nearly a plain read's rate.
 //
-// The vocabulary is on wgmma's side of 64, and the rows, rounded up to 8, 16, 32, 64, 96 or 128, on
-// the other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages of 64
-// elements of the hidden size, of 2 or 4 steps together, and two warpgroups multiply 64 tokens
-// each. Each block has an equal part of the vocabulary. Above 8 rows blocks are pairs, of which
-// each loads half of the hidden states for both. A logit has product.cuh's order, so its bits.
+// The vocabulary is on wgmma's side of 64, and the rows, rounded up to 16, 32, 64, 96 or 128, on the
+// other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages of 64 elements
+// of the hidden size, and two warpgroups multiply 64 tokens each. Blocks are pairs, of which each
+// loads half of the hidden states for both. Up to 16 rows pairs take tiles in turn. More rows: each
+// has a range of the vocabulary, and asks for 2 or 4 steps together, 64 tokens of all of them before
+// the next. A logit has product.cuh's order, so its bits.
 //
-// Cost: reads vocab * hidden * 2 bytes; writes rows * vocab * 4. Limited by: HBM. Measured on an
-// H100 (bench/results/h100/few_rows.json), 128256 x 4096, where a read takes 340 us: 1, 8, 32, 64,
-// 128 rows 347, 351, 364, 373, 403 us; cuBLASLt 371 to 394. On an H200 1 and 64 rows 257 and 270
-// us, where a plain read takes 226 to 241, nvjet 243 to 251 and 272.
-// Dropped: 512 tokens by 128 bytes at a time (372 us); 64 KB in flight; copies of 8 tokens (395 to
-// 530); cuts of 16 tokens, other stages, one warpgroup (the same or slower); middle_rows.cuh (H200:
-// 295 us, 289).
+// Cost: reads vocab * hidden * 2 bytes; writes rows * vocab * 4. Limited by: HBM. On an H200, 128256 x
+// 4096, where a plain read takes 226 to 240 us: 1, 16, 32, 64, 128 rows 249, 249, 251, 270, 291 us;
+// nvjet 243 to 272. On an H100 (bench/results/h100/few_rows.json) 32, 64, 128 rows 364, 373, 403.
+// Dropped: ranges for few rows (256 us; H100 347); turns for 128 (300); 64 KB in flight; copies of 8 or
+// 16 tokens; one warpgroup (265); blocks by themselves (249); middle_rows.cuh (1 row 295, 64 289).
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>
@@ -26,21 +25,19 @@ namespace logitd::cuda::hopper {
 
 constexpr int kUnitTokens = 64;  // of a wgmma, and of a copy
 
-// kMostRows: rows that are multiplied, absent ones included. kAtOnce:
-// stages that are asked for together. kClusterBlocks: blocks that share hidden states.
-template <class Element, int kMostRows, int kRingStages, int kAtOnce, int kClusterBlocks>
+// kMostRows: rows that are multiplied, absent ones included. kAtOnce: stages that are asked for
+// together; 1: pairs take tiles in turn.
+template <class Element, int kMostRows, int kRingStages, int kAtOnce>
 struct FewShape {
   using T = Element;
   static constexpr int kRows = kMostRows;
   static constexpr int kStages = kRingStages;
   static constexpr int kTogether = kAtOnce;
-  static constexpr int kBlocks = kClusterBlocks;
   static constexpr int kTokens = kConsumers * kUnitTokens;  // of a tile
   static constexpr int kStateBytes = kRows * kLineBytes;
   static constexpr int kBytes = kStateBytes + kTokens * kLineBytes;  // of a stage
   static constexpr int kSharedBytes = kStages * kBytes + 1024;       // stages are aligned to 1024
   static_assert(kTogether < kStages && kSharedBytes <= kMostSharedBytes);
-  static_assert(kBlocks == 1 || kBlocks == kCluster);
 };
 
 struct FewParams {
@@ -51,35 +48,45 @@ struct FewParams {
   int32_t state_lines;  // rows of one copy of hidden states, of which each block makes one
 };
 
-// The tokens of a block.
+// The tokens of a block, in tiles of its pair.
 template <class S>
 struct FewTokens {
-  int rank;   // of the block in its cluster
-  int begin;  // of the cluster, in units, as `units`
+  static constexpr int kTileUnits = kCluster * S::kTokens / kUnitTokens;
+  int rank;   // of the block in its pair
+  int turns;  // whole tiles that every pair takes in turn, before the range
+  int begin;  // of the pair's range, in units, as `units`
   int units;
-  int tiles;
+  int tiles;  // with the turns
 
-  __device__ explicit FewTokens(const FewParams& p) : rank(blockIdx.x % S::kBlocks) {
+  __device__ explicit FewTokens(const FewParams& p) : rank(blockIdx.x % kCluster) {
     const int64_t all = (p.vocab + kUnitTokens - 1) / kUnitTokens;
-    const int cluster = blockIdx.x / S::kBlocks;
-    const int clusters = gridDim.x / S::kBlocks;
-    begin = static_cast<int>(all * cluster / clusters);
-    units = static_cast<int>(all * (cluster + 1) / clusters) - begin;
-    constexpr int kTileUnits = S::kBlocks * S::kTokens / kUnitTokens;
-    tiles = (units + kTileUnits - 1) / kTileUnits;
+    turns = S::kTogether == 1 ? static_cast<int>(all / (kTileUnits * Pairs())) : 0;
+    const int64_t first = int64_t{turns} * kTileUnits * Pairs();
+    begin = static_cast<int>(first + (all - first) * Pair() / Pairs());
+    units = static_cast<int>(first + (all - first) * (Pair() + 1) / Pairs()) - begin;
+    tiles = turns + (units + kTileUnits - 1) / kTileUnits;
   }
+
+  __device__ static int Pair() { return static_cast<int>(blockIdx.x) / kCluster; }
+  __device__ static int Pairs() { return static_cast<int>(gridDim.x) / kCluster; }
 
   struct Range {
     int first;
     int last;  // not in it
   };
-  // The block's part of a tile. Tiles differ by a unit at most; the last may end after the
-  // vocabulary's.
+  // The block's part of a tile. Tiles of the range differ by a unit at most; the last may end after
+  // the vocabulary's.
   __device__ Range Tile(int tile) const {
-    const int from = units * tile / tiles;
-    const int count = units * (tile + 1) / tiles - from;
-    return {(begin + from + count * rank / S::kBlocks) * kUnitTokens,
-            (begin + from + count * (rank + 1) / S::kBlocks) * kUnitTokens};
+    int from = (tile * Pairs() + Pair()) * kTileUnits;
+    int count = kTileUnits;
+    if (tile >= turns) {
+      const int parts = tiles - turns;
+      const int part = tile - turns;
+      from = begin + units * part / parts;
+      count = begin + units * (part + 1) / parts - from;
+    }
+    return {(from + count * rank / kCluster) * kUnitTokens,
+            (from + count * (rank + 1) / kCluster) * kUnitTokens};
   }
 };
 
@@ -105,12 +112,11 @@ template <class S>
 __device__ inline void LoadFew(const CUtensorMap& states, const CUtensorMap& weights,
                                const FewParams& p, const FewTokens<S>& tokens, FewRing<S> ring) {
   const uint64_t once = CachePolicy</*kOnce=*/true>();
-  const uint64_t again = CachePolicy</*kOnce=*/false>();
   const int first_row = tokens.rank * p.state_lines;
 #pragma unroll 1
   for (int tile = 0; tile < tokens.tiles; ++tile) {
     const auto range = tokens.Tile(tile);
-    const int bytes = (range.last - range.first + S::kBlocks * p.state_lines) * kLineBytes;
+    const int bytes = (range.last - range.first + kCluster * p.state_lines) * kLineBytes;
 #pragma unroll 1
     for (int step = 0; step < p.steps; step += S::kTogether) {
       const int together = min(S::kTogether, p.steps - step);
@@ -121,11 +127,7 @@ __device__ inline void LoadFew(const CUtensorMap& states, const CUtensorMap& wei
         const uint32_t full = ring.full + 8 * ring.stage;
         Expect(full, bytes);
         const uint32_t to = ring.At(ring.stage) + first_row * kLineBytes;
-        if constexpr (S::kBlocks > 1) {
-          CopyTileToAll(to, states, (step + i) * kStep, first_row, full);
-        } else {
-          CopyTile(to, states, (step + i) * kStep, first_row, full, again);
-        }
+        CopyTileToAll(to, states, (step + i) * kStep, first_row, full);
         ring.Advance();
       }
       // All steps of a few tokens, then those of the next tokens.
@@ -173,7 +175,7 @@ __device__ inline void MultiplyFew(FewSums<S>& sums, int steps, int group, int l
     CommitMultiplying();
     PinFew<S>(sums);
     WaitMultiplied<0>();
-    if (lane < S::kBlocks) ArriveAt(ring.empty + 8 * ring.stage, lane);
+    if (lane < kCluster) ArriveAt(ring.empty + 8 * ring.stage, lane);
     ring.Advance();
   }
   PinFew<S>(sums);
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < S::kStages; ++stage) {
       InitBarrier(ring.full + 8 * stage, 1);
       // Once for each warp that multiplies, of all blocks.
-      InitBarrier(ring.empty + 8 * stage, S::kBlocks * kConsumers * (kGroupThreads / 32));
+      InitBarrier(ring.empty + 8 * stage, kCluster * kConsumers * (kGroupThreads / 32));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -234,9 +236,7 @@ template <class S>
 cudaError_t LaunchFew(const TensorView& hidden, const TensorView& weight, const LogitsParams& to,
                       const Scratch& scratch, cudaStream_t stream) {
   const auto rows = static_cast<int32_t>(hidden.rows);
-  // Only rows that there are, where a block loads all: absent ones take time too.
-  const auto state_lines =
-      static_cast<int32_t>(S::kBlocks == 1 ? rows : RoundUp(CeilDiv(rows, S::kBlocks), 8));
+  const auto state_lines = static_cast<int32_t>(RoundUp(CeilDiv(rows, kCluster), 8));
   CUtensorMap states, weights;
   if (!MakeMap(hidden, state_lines, /*once=*/false, states) ||
       !MakeMap(weight, kUnitTokens, /*once=*/false, weights)) {
@@ -250,11 +250,11 @@ cudaError_t LaunchFew(const TensorView& hidden, const TensorView& weight, const 
       .state_lines = state_lines,
   };
   const int64_t clusters =
-      std::min<int64_t>(scratch.multiprocessors / S::kBlocks, CeilDiv(weight.rows, kUnitTokens));
+      std::min<int64_t>(scratch.multiprocessors / kCluster, CeilDiv(weight.rows, kUnitTokens));
   return LaunchKernel(&FewRowsKernel<S>,
-                      {.grid = GridFor(S::kBlocks * clusters),
+                      {.grid = GridFor(kCluster * clusters),
                        .threads = kThreads,
-                       .cluster = S::kBlocks,
+                       .cluster = kCluster,
                        .shared_bytes = S::kSharedBytes},
                       stream, states, weights, p);
 }
@@ -266,9 +266,9 @@ struct FewVariant {
 };
 template <class T>
 constexpr FewVariant kFewVariants[] = {
-    {8, &LaunchFew<FewShape<T, 8, 12, 4, 1>>},   {16, &LaunchFew<FewShape<T, 16, 12, 4, 2>>},
-    {32, &LaunchFew<FewShape<T, 32, 11, 4, 2>>}, {64, &LaunchFew<FewShape<T, 64, 9, 2, 2>>},
-    {96, &LaunchFew<FewShape<T, 96, 8, 2, 2>>},  {kFewRows, &LaunchFew<FewShape<T, 128, 7, 2, 2>>},
+    {16, &LaunchFew<FewShape<T, 16, 12, 1>>},       {32, &LaunchFew<FewShape<T, 32, 11, 4>>},
+    {64, &LaunchFew<FewShape<T, 64, 9, 2>>},        {96, &LaunchFew<FewShape<T, 96, 8, 2>>},
+    {kFewRows, &LaunchFew<FewShape<T, 128, 7, 2>>},
 };
 
 }  // namespace

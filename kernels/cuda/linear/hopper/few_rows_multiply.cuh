@@ -12,18 +12,7 @@ namespace logitd::cuda::hopper {
 // tokens and of hidden states in shared memory.
 template <class T, int kRows>
 __device__ inline void MultiplyTokens(float (&acc)[kRows / 2], uint64_t a, uint64_t b, int add) {
-  if constexpr (kRows == 8) {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred p;\n\t"
-        "setp.ne.b32 p, %6, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.%7.%7 {"
-        "%0, %1, %2, %3}, "
-        "%4, %5, p, 1, 1, 0, 0;\n\t"
-        "}\n"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "l"(a), "l"(b), "r"(add), "C"(Traits16Bit<T>::kPtxName));
-  } else if constexpr (kRows == 16) {
+  if constexpr (kRows == 16) {
     asm volatile(
         "{\n\t"
         ".reg .pred p;\n\t"
