@@ -101,6 +101,7 @@ class CudaDevice final : public Device {
     cudaFree(scratch_.data);
   }
 
+  int multiprocessors() const override { return scratch_.multiprocessors; }
   size_t input_bytes() const override {
     switch (effort_) {
       case Effort::kFull:

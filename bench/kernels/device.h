@@ -48,6 +48,7 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const { return backend_->device().name; }
   virtual size_t input_bytes() const = 0;  // far more than the caches hold
+  virtual int multiprocessors() const { return 0; }
   // The type of bare products, and of a head's gradients, where the head has `dtype`.
   virtual DType product_dtype(DType dtype) const = 0;
 

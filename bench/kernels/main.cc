@@ -14,6 +14,9 @@
 #include "absl/strings/str_format.h"
 #include "bench/kernels/cases.h"
 #include "bench/kernels/sweep.h"
+#if LOGITD_WITH_CUDA
+#include "kernels/cuda/rows/plan.h"
+#endif
 
 namespace logitd::bench {
 namespace {
@@ -250,13 +253,46 @@ int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json&
   return failed;
 }
 
+#if LOGITD_WITH_CUDA
+// Times every form of the planner that fits, over the sweep's shapes of softmax_topk and cross_entropy, for
+// fit_plans.py. Returns how many failed.
+int RunForms(Bench& bench, const std::vector<std::string>& only, std::ofstream out) {
+  constexpr int kMostForms = 16;
+  constexpr int kMostBlocks = 8;
+  int failed = 0;
+  for (const SweepCase& at : SweepCases()) {
+    const auto* topk = std::get_if<TopKCase>(&at.shape);
+    const auto* loss = std::get_if<CrossEntropyCase>(&at.shape);
+    if (topk == nullptr && (loss == nullptr || loss->op != LossOp::kForward)) continue;
+    if (!Contains(absl::StrFormat("%s %dx%d", at.grid, at.rows, at.length), only)) continue;
+    const DType dtype = topk != nullptr ? topk->dtype : loss->dtype;
+    for (int form = 0; form < kMostForms; ++form) {
+      for (int blocks = 1; blocks <= kMostBlocks; ++blocks) {
+        cuda::ForceForm(form, blocks);
+        Record record = std::visit([](const auto& c) { return RecordOf(c); }, at.shape);
+        const absl::Status status = bench.Measure(at.shape, record);
+        const cuda::RowsPlan plan = cuda::LastPlan();
+        if (plan.form < 0) break;  // does not fit, nor do more blocks
+        failed += !status.ok();
+        out << absl::StrFormat("%s %s %d %d %d %.0f %d %d %d %d %d %.2f\n", record.op, Name(dtype),
+                               topk != nullptr ? topk->k : 0, at.rows, (at.length + 1023) / 1024,
+                               record.bytes / at.rows, form, blocks, plan.teams, plan.places,
+                               plan.turns, record.us);
+      }
+    }
+  }
+  cuda::ForceForm(-1, 0);
+  return failed;
+}
+#endif
+
 int Main(int argc, char** argv) {
   CLI::App app(
       "Times every op on one device and prints it as a share of its floor. The floor's rates are "
       "measured in the same run. The floor is one read of the logits at the rate of a plain read; "
       "for attention and gradients, the bytes that must be read and written at the rate of a plain "
       "copy; for heads, the bare product.");
-  std::string backend = "auto", json_path, commit;
+  std::string backend = "auto", json_path, commit, forms_path;
   std::vector<std::string> only;
   bool sweep = false, once = false;
   app.add_option("--backend", backend, "auto, cpu or cuda")
@@ -269,6 +305,10 @@ int Main(int argc, char** argv) {
       "instead of the entries, briefly time every op over a grid of shapes, and print those that "
       "are slow beside their neighbours; needs a GPU. In the JSON, a shape is [rows or matrices, "
       "length of a row, us, floor us, speed beside its neighbours']");
+  app.add_option("--forms", forms_path,
+                 "instead, time every form that an op on rows has, over the sweep's shapes, and "
+                 "write the times to "
+                 "this file for fit_plans.py; needs a GPU");
   app.add_flag("--once", once,
                "launch every entry, or every shape of the sweep, once, for a profiler or a "
                "sanitizer; needs a GPU");
@@ -277,13 +317,16 @@ int Main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   }
-  if (sweep || once) backend = "cuda";
+  const bool forms = !forms_path.empty();
+  if (sweep || once || forms) backend = "cuda";
 
   absl::StatusOr<std::unique_ptr<Device>> device =
       absl::UnavailableError("this build has only the CPU backend");
 #if LOGITD_WITH_CUDA
   if (backend != "cpu") {
-    device = CreateCudaDevice(once ? Effort::kOnce : sweep ? Effort::kBrief : Effort::kFull);
+    device = CreateCudaDevice(once             ? Effort::kOnce
+                              : sweep || forms ? Effort::kBrief
+                                               : Effort::kFull);
   }
 #endif
   const bool cuda = device.ok();
@@ -303,6 +346,14 @@ int Main(int argc, char** argv) {
                         {"commit", commit},
                         {"read_bytes_per_s", bench.read()},
                         {"copy_bytes_per_s", bench.copy()}};
+#if LOGITD_WITH_CUDA
+  if (forms) {
+    std::ofstream file(forms_path);
+    file << absl::StrFormat("multiprocessors %d bytes_per_us %.0f\n", (*device)->multiprocessors(),
+                            bench.read() / 1e6);
+    return RunForms(bench, only, std::move(file)) == 0 ? 0 : 1;
+  }
+#endif
   const int failed = sweep ? RunSweep(bench, only, out)
                            : RunEntries(bench, cuda ? CudaEntries() : CpuEntries(), only, out);
   if (failed == 0 && !out.contains("entries") && !out.contains("sweep")) {

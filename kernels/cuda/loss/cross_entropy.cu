@@ -1,49 +1,20 @@
 // cross_entropy: one read of the logits leaves every cell's sums; one warp merges them and writes
 // the losses.
 //
-// A warp takes cells of 1024 logits (cell.cuh) from a ring of copies. For each cell it leaves the
-// maximum and the sum of exponentials. Where the row asks for them it also leaves the sum of p ln
-// p, the sum of the logits and the number of tokens before the target. What a row asks is a loop of
-// its own (Summing), the same in all its threads. Without a softcap the bits of the sum of
-// exponentials are the same in every loop. Rows with top tokens have a kernel of their own, because
-// tops need shared memory that would cost the others residency: it keeps softmax_topk's sketch of
-// the row and selects from it. Where a block may have 99 KB, f32 rows with tops end at about
-// 460,000 tokens (cudaErrorNotSupported). Cells merge in one order, whatever the grid:
+// For each cell of 1024 logits: the maximum and the sum of exponentials; where the row asks for them, the
+// sum of p ln p, the sum of the logits, the number of tokens before the target. What a row asks is a
+// loop of its own (Summing). Rows with top tokens have a kernel of their own (more shared memory). Cells
+// merge in one order. Forms (rows/plan.h): a block or a cluster a row; for short rows a warp takes up to
+// 16 rows and a lane concludes each. Logarithms, differences and means, once a row, are in double.
 //
-//   many rows a warp  rows of up to 4 cells, or 8 where they are many (of 16 bits, 9, 10 and 13 too):
-//                     up to 32 rows, 16 or 8, one after the other; then a lane for each of them
-//                     merges and concludes. Last cells of few tokens are taken together
-//   cluster per row   at most as many rows as multiprocessors: up to 8 blocks leave their cells in
-//                     the first block's shared memory (sm_90; before that a large block a row)
-//   block per row     all other rows
-//
-// Logarithms, differences and means, once a row, are in double. A softcap is a polynomial of the
-// logit (softcap.cuh), or tanhf where it is extreme or the row also wants entropy or smoothing: the
-// sums are of tanh(l / softcap), and the softcap is a factor of the exponent.
-//
-// Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; bf16
-// takes about 7 instructions and one ex2 an element, 50% and 57% of what a multiprocessor issues at
-// the read ceiling. Of 16-bit logits the sum is taken by tensor cores, and two are compared with
-// the target's at once, so that smoothing and rank cost little. A softcap takes 14 to 24
-// instructions, by how large the logits are, and is limited by them, as tops with entropy (14).
-// Short rows are limited by instructions too (about 330 a row of 1000).
-// Measured (bench/results/h200/losses.json), as a share of one read, bf16: 8192 x 128256, 96%;
-// 8192 x 32000, 88%; with rank 92%; label smoothing 85%; entropy 75%; rank, entropy and 5 tops 70%;
-// softcap 62%, 46% where logits are larger than it; softcap and entropy 32%; 65536 x 1000, 49%; 64
-// rows 12 us, one row 7.1. With many instructions the card reaches its power limit in the bench, and
-// its clock falls.
-// On an H100 (bench/results/h100/short_rows.json; in brackets the tree before): 65536 x 1000 77% (70%),
-// 32768 x 5000 88%; 65536 x 1025 58 us (87), with a softcap 66 (128), as a few tokens above a cell's
-// border are summed for several rows at once (row_tails.cuh). 16 to 32 rows of 128256 9 to 10 us, one
-// row 7.2 (rows_and_draws.json).
-// Tried and dropped at 32000 tokens, where the ends of rows are not hidden: blocks of 2 warps (1%
-// slower), of one warp (5%), fewer stages and more blocks (3%). One loop for all that rows may ask:
-// spills, 4% slower for plain rows. Counting ranks by tensor cores (10% slower with entropy: their
-// latency). Merging and concluding a row as two functions (3%, at the ends of rows). 24 warps of
-// short rows a multiprocessor for 20, what a row asks in shared memory (1000 tokens 10% slower). f32
-// rows of 9 to 16 cells by warps (up to 15% slower). For tops, groups of a lane's own elements, which
-// need no shuffles (nothing).
+// Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; options and
+// short rows by instructions (a softcap takes 14 to 24 an element), and then by the card's power.
+// Measured, bf16 (bench/results/h200/kernels_c384b48.json): 8192 x 128256 96% of one read, entropy 77%,
+// softcap 70%; 8192 x 32000 88%; 65536 x 1000 69%; one row 6.5 us.
+// Dropped: one loop for all options (spills); ranks by tensor cores; merging and concluding apart.
 #include <algorithm>
+#include <array>
+#include <span>
 
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/dispatch.cuh"
@@ -52,64 +23,25 @@
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/loss/row_tails.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/candidates.cuh"
-#include "kernels/cuda/rows/cluster_blocks.h"
-#include "kernels/cuda/rows/row_block.cuh"
+#include "kernels/cuda/rows/row_kernel.cuh"
 
 namespace logitd::cuda {
 namespace {
 
 struct Params {
   CrossEntropyArgs args;
-  int32_t cells;   // of a row
-  int32_t blocks;  // of a row's cluster
+  int32_t cells;  // of a row
 };
 
-// ---- blocks ------------------------------------------------------------------------------------
-
-// Blocks that select tops, and blocks that only read rows: they need no memory for a pool.
-template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
-struct TopShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
-  static constexpr bool kTop = true;
-  using OneBlock = BlockShape<T, SmallPool, kWarps, kStages, kResident>;
-};
-template <class T, int kWarps, int kStages, int kResident, bool kCluster = false>
-struct StreamShape : BlockShape<T, SmallPool, kWarps, kStages, kResident, kCluster> {
-  static constexpr bool kTop = false;
-  struct Shared {
-    typename CellRing<T, kStages>::Storage rings[kWarps];
-  };
-};
 static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
 static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
-
-// Room for a row's cells: what follows them is aligned to 16 bytes, as the sketch must be.
-__host__ __device__ inline int CellPlaces(const Params& p) { return (p.cells + 3) / 4 * 4; }
-static_assert(sizeof(Outcome) % 16 == 0);
-
-// A block's shared memory.
-template <class Block>
-struct BlockMemory {
-  typename Block::Shared& shared;
-  Outcome* outcome;           // from warp 0 to the others
-  CellSums* cells;            // [CellPlaces(p)], in the first block of a cluster
-  SmallPool::Sketch* sketch;  // [cells of the block, 32]; only where there are tops
-
-  __device__ static BlockMemory Of(const Params& p) {
-    extern __shared__ __align__(128) uint4 dynamic[];
-    auto* shared = reinterpret_cast<typename Block::Shared*>(dynamic);
-    auto* outcome = reinterpret_cast<Outcome*>(shared + 1);
-    auto* cells = reinterpret_cast<CellSums*>(outcome + 1);
-    return {*shared, outcome, cells, reinterpret_cast<SmallPool::Sketch*>(cells + CellPlaces(p))};
-  }
-};
 
 // ---- stages of a row ---------------------------------------------------------------------------
 
 // Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where
 // there are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
-template <Summing kSumming, class Block>
+template <Summing kSumming, bool kTops, class Block>
 __device__ inline float ReadCellsBy(RowStream<Block>& stream, const CellAsk& ask, int end,
                                     CellSums* cells, SmallPool::Sketch* sketch) {
   using T = typename Block::Element;
@@ -124,7 +56,7 @@ __device__ inline float ReadCellsBy(RowStream<Block>& stream, const CellAsk& ask
     const int first = stream.first();
     stream.Release();
     float lane_max;
-    if constexpr (Block::kTop) {
+    if constexpr (kTops) {
       *sketch_to = SketchOf<SmallPool>(x, lane_max);
       lane_best = fmaxf(lane_best, lane_max);
       sketch_to += Block::kThreads;
@@ -145,22 +77,22 @@ __device__ inline float ReadCellsBy(RowStream<Block>& stream, const CellAsk& ask
   return lane_best;
 }
 
-template <class Block>
+template <bool kTops, class Block>
 __device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, int end,
                                   CellSums* cells, SmallPool::Sketch* sketch) {
   switch (SummingOf(ask)) {
     case Summing::kPlain:
-      return ReadCellsBy<Summing::kPlain>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kPlain, kTops>(stream, ask, end, cells, sketch);
     case Summing::kWithRankOrTotal:
-      return ReadCellsBy<Summing::kWithRankOrTotal>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kWithRankOrTotal, kTops>(stream, ask, end, cells, sketch);
     case Summing::kWeighted:
-      return ReadCellsBy<Summing::kWeighted>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kWeighted, kTops>(stream, ask, end, cells, sketch);
     case Summing::kMildlyCapped:
-      return ReadCellsBy<Summing::kMildlyCapped>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kMildlyCapped, kTops>(stream, ask, end, cells, sketch);
     case Summing::kMildlyCappedAll:
-      return ReadCellsBy<Summing::kMildlyCappedAll>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kMildlyCappedAll, kTops>(stream, ask, end, cells, sketch);
     case Summing::kCapped:
-      return ReadCellsBy<Summing::kCapped>(stream, ask, end, cells, sketch);
+      return ReadCellsBy<Summing::kCapped, kTops>(stream, ask, end, cells, sketch);
   }
   __builtin_unreachable();
 }
@@ -190,13 +122,13 @@ __device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T*
   return Conclude(p.args, r, sums, target_logit, nan, lane);
 }
 
-template <class Block>
+template <class T>
 __device__ inline void WriteExtras(const Params& p, const CrossEntropyRow& ask, int extras,
-                                   const typename Block::Element* row, const Outcome& outcome) {
+                                   const T* row, const Outcome& outcome) {
   const int32_t* ids = p.args.extra_ids + ask.first_extra;
   float* logprobs = p.args.answers.extra_logprobs;
   const int64_t first = ask.first_extra_entry;
-  for (int i = threadIdx.x; i < extras; i += Block::kThreads)
+  for (int i = threadIdx.x; i < extras; i += static_cast<int>(blockDim.x))
     logprobs[first + i] = static_cast<float>(outcome.Logprob(ToFloat(row[ids[i]])));
 }
 
@@ -223,88 +155,76 @@ __device__ inline void WriteTops(const Params& p, const CrossEntropyRow& ask, in
   });
 }
 
-// ---- the kernel --------------------------------------------------------------------------------
+// ---- the op ------------------------------------------------------------------------------------
 
-template <class Block>
-__global__ void __launch_bounds__(Block::kThreads, Block::kResident)
-    CrossEntropyKernel(const __grid_constant__ Params p) {
-  using T = typename Block::Element;
-  if constexpr (Block::kCluster) ClusterArriveEmpty();
-  AwaitEarlierKernels();
-  const auto memory = BlockMemory<Block>::Of(p);
-  const int64_t r = p.blocks == 1 ? blockIdx.x : blockIdx.x / p.blocks;
-  const int block = static_cast<int>(blockIdx.x - r * p.blocks);
-  const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
-  const Part part = Part::Of(block, p.blocks, p.cells, vocab);
-  const T* row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
+// A row's loss, on the skeleton of rows. kTop: rows may want their largest tokens.
+template <class T, bool kTop>
+class LossOp : public RowOp {
+ public:
+  using Element = T;
+  using Params = cuda::Params;
+  using Cell = CellSums;
+  using Shared = Outcome;  // from warp 0 to the others
+  static constexpr bool kTops = kTop;
 
-  // Loaded before the copies begin: after them it would arrive last. Used once they are under way.
-  const CrossEntropyRow* ask = p.args.rows + r;
-  const int is_active = ask->active;
-  const int want = ask->want;
-  const int asked_target = ask->target;
-  const float softcap = ask->softcap;
-  const float temperature = ask->temperature;
-  const float smoothing = ask->label_smoothing;
-  const int top = Block::kTop ? ask->top_logprobs : 0;
-  RowStream<Block> stream(memory.shared, row, part.begin, part.end);
-  if constexpr (Block::kCluster) ClusterWait();  // all blocks have begun: their memory is there
-  if (is_active == 0) return stream.Abandon();
-  const int target = (want & kWantRank) != 0 ? asked_target : kIgnoredTarget;
-  const float log2e_over_temperature = Log2EOverTemperature(softcap, temperature);
-  const CellAsk cell_ask{.target = target,
-                         .target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f,
-                         .weighted = (want & kWantEntropy) != 0,
-                         .total = smoothing > 0,
-                         .softcap = softcap,
-                         .log2e_over_temperature = log2e_over_temperature};
-  CellSums* row_cells = memory.cells;
-  if constexpr (Block::kCluster) {
-    if (p.blocks > 1) row_cells = InBlock(memory.cells, 0);
+  __host__ __device__ static const TensorView& Logits(const Params& p) { return p.args.logits; }
+
+  __device__ LossOp(const Params& p, int64_t r)
+      : row_(static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride),
+        active_(p.args.rows[r].active),
+        want_(p.args.rows[r].want),
+        target_(p.args.rows[r].target),
+        softcap_(p.args.rows[r].softcap),
+        temperature_(p.args.rows[r].temperature),
+        smoothing_(p.args.rows[r].label_smoothing),
+        top_(kTop ? p.args.rows[r].top_logprobs : 0) {}
+  __device__ bool Active() const { return active_ != 0; }
+  __device__ int Tops() const { return top_; }
+
+  template <class Block>
+  __device__ __forceinline__ float Read(RowStream<Block>& stream, int end, CellSums* cells,
+                                        SmallPool::Sketch* sketch) {
+    const int target = (want_ & kWantRank) != 0 ? target_ : kIgnoredTarget;
+    const CellAsk ask{.target = target,
+                      .target_logit = target >= 0 ? ToFloat(row_[target]) : 0.0f,
+                      .weighted = (want_ & kWantEntropy) != 0,
+                      .total = smoothing_ > 0,
+                      .softcap = softcap_,
+                      .log2e_over_temperature = Log2EOverTemperature(softcap_, temperature_)};
+    return ReadCells<kTop, Block>(stream, ask, end, cells, sketch);
   }
-  const float lane_best = ReadCells<Block>(stream, cell_ask, part.end, row_cells, memory.sketch);
 
-  __syncthreads();  // from here on the rings' memory is the pool's
-  if constexpr (Block::kTop) {
-    if (top > 0 && Block::kCluster && p.blocks == 1) {  // a device without clusters, or many rows
-      GatherRow<typename Block::OneBlock>(row, part, memory.sketch, lane_best, top, memory.shared);
-    } else if (top > 0) {
-      GatherRow<Block>(row, part, memory.sketch, lane_best, top, memory.shared);
+  template <class Block>
+  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t r, const T* row,
+                                              const OpMemory<LossOp, Block>& memory) {
+    const CrossEntropyRow& ask = p.args.rows[r];
+    const int extras = ask.extra_count;
+    if (threadIdx.x < 32) {
+      const Outcome outcome = ConcludeRow<T>(p, r, row, memory.cells);
+      if (threadIdx.x == 0) memory.of_op = outcome;
+    }
+    if (top_ == 0 && extras == 0) return;
+    __syncthreads();
+    const Outcome outcome = memory.of_op;
+    WriteExtras<T>(p, ask, extras, row, outcome);
+    if constexpr (kTop) {
+      if (top_ > 0) WriteTops<Block>(p, ask, top_, outcome);
     }
   }
-  if constexpr (Block::kCluster) {
-    if (p.blocks > 1) {
-      if (top == 0) {
-        ClusterArrive();
-        ClusterWait();
-      }
-      if (block != 0) return;
-    }
-  }
 
-  const int extras = ask->extra_count;
-  if (threadIdx.x < 32) {
-    const Outcome outcome = ConcludeRow<T>(p, r, row, memory.cells);
-    if (threadIdx.x == 0) *memory.outcome = outcome;
-  }
-  if (top == 0 && extras == 0) return;
-  __syncthreads();
-  const Outcome outcome = *memory.outcome;
-  WriteExtras<Block>(p, *ask, extras, row, outcome);
-  if constexpr (Block::kTop) {
-    if (top > 0) WriteTops<Block>(p, *ask, top, outcome);
-  }
-}
+ private:
+  const T* const row_;
+  const int active_;
+  const int want_;
+  const int target_;
+  const float softcap_;
+  const float temperature_;
+  const float smoothing_;
+  const int top_;
+};
 
 // ---- short rows --------------------------------------------------------------------------------
 
-// The most cells of a row that one warp takes, where rows are many, and where they are few: then
-// blocks end a row of more cells sooner.
-constexpr int32_t kShortCells = 8;
-constexpr int32_t kShortCellsOfFewRows = 4;
-// The same of many rows of 16 bits whose cells do not go round a block's warps evenly.
-constexpr int32_t kShortCellsOfManyRows = 16;
-constexpr int64_t kManyRows = 512;
 constexpr int kShortWarps = 4;
 constexpr int kShortResident = 5;
 constexpr int kShortStages = 2;
@@ -529,76 +449,60 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   WriteShortExtras<T>(p, first_row, active ? own.extra_count : 0, outcome, shared.outcomes[warp]);
 }
 
+// ---- launch ------------------------------------------------------------------------------------
+
 template <class T, int kCells>
-cudaError_t LaunchShort(const Params& p, const Scratch& scratch, cudaStream_t stream) {
+cudaError_t LaunchShort(const Params& p, const RowsPlan& plan, const Scratch& scratch,
+                        cudaStream_t stream) {
   const int64_t rows = p.args.logits.rows;
-  const int64_t at_once = int64_t{kShortResident} * kShortWarps * scratch.multiprocessors;
+  const int64_t at_once = int64_t{plan.teams} * scratch.multiprocessors;
   const int64_t of_warp = std::min<int64_t>(CeilDiv(rows, at_once), kMostShortRows<kCells>);
   return LaunchKernel(&ShortRowsKernel<T, kCells>,
                       {.grid = GridFor(rows, of_warp * kShortWarps), .threads = kShortWarps * 32},
                       stream, p, static_cast<int>(of_warp));
 }
 
-// ---- launch ------------------------------------------------------------------------------------
+struct LossForm {
+  cudaError_t (*launch)(const Params&, const RowsPlan&, const Scratch&, cudaStream_t);
+  RowForm rows;
+};
 
-template <class Block>
-int SharedBytes(const Params& p) {
-  const int part_cells = (p.cells + p.blocks - 1) / p.blocks;
-  return static_cast<int>(sizeof(typename Block::Shared) + sizeof(Outcome) +
-                          CellPlaces(p) * sizeof(CellSums) +
-                          (Block::kTop ? part_cells * 32 * sizeof(SmallPool::Sketch) : 0));
+template <class T>
+constexpr LossForm BlockForm(int warps, int most_blocks, CostOf cost) {
+  using Op = LossOp<T, false>;
+  return {&LaunchRowKernel<Op, RowStreams<T>>, FormOf<Op, RowStreams<T>>(warps, most_blocks, cost)};
 }
-
-// Sets p.blocks: the blocks of a row's cluster. There are more than would be best where the row's
-// sketch needs the room. False: a block does not have the room.
-template <class Block>
-bool Fit(Params& p, const Scratch& scratch) {
-  p.blocks = 1;
-  if (Block::kCluster && scratch.clusters) {
-    const int32_t worth = (p.cells + Block::kWarps - 1) / Block::kWarps;
-    p.blocks = std::min(worth, ClusterBlocksAtOnce(p.args.logits.rows, scratch));
-    while (SharedBytes<Block>(p) > scratch.block_shared_bytes && p.blocks < kMaxClusterBlocks)
-      ++p.blocks;
-  }
-  return SharedBytes<Block>(p) <= scratch.block_shared_bytes;
+template <class T, class Block>
+constexpr LossForm TopForm(CostOf cost) {
+  return {&LaunchRowKernel<LossOp<T, true>, Block>, FormOf<LossOp<T, true>, Block>(cost)};
 }
-
-template <class Block>
-cudaError_t Launch(Params p, const Scratch& scratch, cudaStream_t stream) {
-  if (!Fit<Block>(p, scratch)) return cudaErrorNotSupported;
-  return LaunchKernel(&CrossEntropyKernel<Block>,
-                      {.grid = GridFor(p.args.logits.rows * p.blocks),
-                       .threads = Block::kThreads,
-                       .cluster = p.blocks,
-                       .shared_bytes = SharedBytes<Block>(p),
-                       .most_shared_bytes = scratch.block_shared_bytes,
-                       .early = Block::kCluster && scratch.clusters},
-                      stream, p);
+template <class T, int kCells>
+constexpr LossForm ShortForm(CostOf cost) {
+  return {&LaunchShort<T, kCells>,
+          {.warps = kShortWarps,
+           .resident = kShortResident,
+           .warp_takes_row = true,
+           .most_cells = kCells,
+           .cost = cost}};
 }
 
 template <class T>
-cudaError_t LaunchRows(Params p, const Scratch& scratch, cudaStream_t stream) {
-  constexpr int kStages = sizeof(T) == 4 ? 2 : 3;
-  constexpr int kResident = sizeof(T) == 4 ? 4 : 6;
-  using WideTop = TopShape<T, 16, 2, 1, true>;
-  using Wide = StreamShape<T, 16, 2, 1, true>;
-  const bool few = p.args.logits.rows <= scratch.multiprocessors && p.cells > kShortCellsOfFewRows;
-  if (p.args.max_top_logprobs > 0) {
-    return few && Fit<WideTop>(p, scratch)
-               ? Launch<WideTop>(p, scratch, stream)
-               : Launch<TopShape<T, 4, 2, kResident>>(p, scratch, stream);
-  }
-  if (few && Fit<Wide>(p, scratch)) return Launch<Wide>(p, scratch, stream);
-  if (p.cells <= 4) return LaunchShort<T, 4>(p, scratch, stream);
-  if (p.cells <= kShortCells) return LaunchShort<T, kShortCells>(p, scratch, stream);
-  using Narrow = StreamShape<T, 4, kStages, kResident>;
-  if constexpr (sizeof(T) == 2) {
-    const bool warps_wait = 20 * RoundUp(p.cells, Narrow::kWarps) > 23 * p.cells;
-    if (p.cells <= kShortCellsOfManyRows && p.args.logits.rows > kManyRows && warps_wait)
-      return LaunchShort<T, kShortCellsOfManyRows>(p, scratch, stream);
-  }
-  return Launch<Narrow>(p, scratch, stream);
-}
+constexpr bool kWide = sizeof(T) == 4;
+
+template <class T>
+constexpr LossForm kForms[] = {
+    ShortForm<T, 8>(CostOf::kLoss8),
+    // f32 rows gain nothing by the next two: the form before once more.
+    ShortForm<T, kWide<T> ? 8 : 4>(kWide<T> ? CostOf::kLoss8 : CostOf::kLoss4),
+    ShortForm<T, kWide<T> ? 8 : 16>(kWide<T> ? CostOf::kLoss8 : CostOf::kLoss16),
+    BlockForm<T>(kFewRowsWarps, kMaxClusterBlocks, CostOf::kLossFewRows),
+    BlockForm<T>(kManyRowsWarps, 1, CostOf::kLossManyRows),
+};
+template <class T>
+constexpr LossForm kTopForms[] = {
+    TopForm<T, BlockShape<T, SmallPool, 16, 2, 1, true>>(CostOf::kLossTopsFewRows),
+    TopForm<T, BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 6>>(CostOf::kLossTopsManyRows),
+};
 
 }  // namespace
 
@@ -606,8 +510,20 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
                          cudaStream_t stream) {
   if (args.logits.rows == 0) return cudaSuccess;
   const Params p{.args = args, .cells = static_cast<int32_t>(CeilDiv(args.logits.cols, kCell))};
-  return VisitDType(args.logits.dtype,
-                    [&]<class T>() { return LaunchRows<T>(p, scratch, stream); });
+  const RowsShape shape{args.logits.rows, p.cells,
+                        static_cast<float>(args.logits.cols * SizeOf(args.logits.dtype)),
+                        args.logits.dtype == DType::kF32};
+  const bool tops = args.max_top_logprobs > 0;
+  const std::span<const LossForm> forms =
+      VisitDType(args.logits.dtype, [&]<class T>() -> std::span<const LossForm> {
+        if (tops) return kTopForms<T>;
+        return kForms<T>;
+      });
+  std::array<RowForm, std::size(kForms<float>)> rows;
+  for (size_t i = 0; i < forms.size(); ++i) rows[i] = forms[i].rows;
+  const RowsPlan plan = PlanRows(shape, {rows.data(), forms.size()}, scratch);
+  if (plan.form < 0) return cudaErrorNotSupported;
+  return forms[plan.form].launch(p, plan, scratch, stream);
 }
 
 }  // namespace logitd::cuda

@@ -17,7 +17,7 @@
 #include "kernels/cuda/loss/cross_entropy_training.h"
 #include "kernels/cuda/loss/row_gradient.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/cluster_blocks.h"
+#include "kernels/cuda/rows/plan.h"
 #include "kernels/cuda/rows/row_block.cuh"
 
 namespace logitd::cuda {

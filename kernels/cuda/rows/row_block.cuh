@@ -19,15 +19,13 @@ namespace logitd::cuda {
 
 // ---- shapes ------------------------------------------------------------------------------------
 
-constexpr int kMaxItemCells = 256;  // cells a softmax_topk block sketches; longer rows are split
-
 // What the block needs after its read of a row: the pool, for up to kMax keys, and the sketch.
 // kGroupsOfLane: groups of a lane's part of a cell, in the sketch.
-template <int kMax, int kGroupsOfLane = kMax <= 128 ? 2 : 4>
+template <int kMax, int kGroupsOfLane = kMax <= 128 ? 2 : 4, int kKeys = kMax <= 128 ? 1024 : 4096>
 struct PoolShape {
   static constexpr int kMaxK = kMax;
-  static constexpr int kPool = kMax <= 128 ? 1024 : 4096;  // candidates
-  static constexpr int kHits = kPool / 2;                  // groups to look at again
+  static constexpr int kPool = kKeys;      // candidates
+  static constexpr int kHits = kPool / 2;  // groups to look at again
   static constexpr int kLaneGroups = kGroupsOfLane;
   static constexpr int kGroupsOfCell = 32 * kLaneGroups;
   static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
@@ -48,13 +46,15 @@ struct PoolShape {
 };
 using SmallPool = PoolShape<128>;
 using LargePool = PoolShape<1024>;
+using LargeClusterPool = PoolShape<1024, 2, 8192>;  // room for what 8 blocks find
 
-// kInCluster: a split row's blocks are a cluster, and leave what they found in the shared memory of
-// its first block, not in scratch.
+// kInCluster: a row's blocks may be a cluster; they leave what they found in the shared memory of its
+// first block.
 template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks,
           bool kInCluster = false>
 struct BlockShape {
   static constexpr bool kCluster = kInCluster;
+  static constexpr bool kAnyWarps = false;
   using Element = T;
   using Pool = PoolShapeOfBlock;
   using Ring = CellRing<T, kRingStages>;
@@ -63,7 +63,7 @@ struct BlockShape {
   static constexpr int kStages = kRingStages;
   static constexpr int kResident = kResidentBlocks;  // per multiprocessor
   struct Shared {
-    union {  // the ring's memory is the pool's once the row has been read
+    union {  // the rings' memory, which comes first, is the pool's once the row has been read
       typename Ring::Storage rings[kWarps];
       typename Pool::Shared pool;
     };
@@ -71,7 +71,7 @@ struct BlockShape {
     float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
     float row_floor;
     // Candidates of the cluster's blocks. Here, so that other blocks do not have room for them.
-    static constexpr int kInbox = Pool::kPool / kMaxClusterBlocks;
+    static constexpr int kInbox = std::max(Pool::kPool / kMaxClusterBlocks, Pool::kMaxK);
     alignas(16) Key inbox[kCluster ? kMaxClusterBlocks : 1][kCluster ? kInbox : 1];
     int inbox_counts[kCluster ? kMaxClusterBlocks : 1];
   };
@@ -83,21 +83,22 @@ __device__ inline typename Shape::Shared& Pool() {
   return *reinterpret_cast<typename Shape::Shared*>(dynamic);
 }
 
-// Dynamic shared memory of a block: rings or pool, a row's statistics, an item's sketch.
-template <class Block>
-int SharedBytes(int cells, int item_cells) {
-  return static_cast<int>(sizeof(typename Block::Shared) + (cells + cells % 2) * sizeof(Stats) +
-                          item_cells * 32 * sizeof(typename Block::Pool::Sketch));
-}
-
-// The most cells of an item that a block can hold the sketch of, for rows of `cells` cells; 0 where
-// the device's shared memory does not even hold its rings.
-template <class Block>
-int MaxItemCells(int cells, const Scratch& scratch) {
-  const int bytes = scratch.block_shared_bytes - SharedBytes<Block>(cells, 0);
-  return std::clamp<int>(bytes / static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)), 0,
-                         kMaxItemCells);
-}
+// A block that reads a row and selects nothing: it needs no memory for a pool, and has as many warps as
+// its launch says. kMostWarps of them have registers on a multiprocessor.
+template <class T, int kMostWarps, int kRingStages>
+struct StreamShape {
+  static constexpr bool kCluster = true;
+  static constexpr bool kAnyWarps = true;
+  using Element = T;
+  using Pool = SmallPool;
+  using Ring = CellRing<T, kRingStages>;
+  static constexpr int kStages = kRingStages;
+  static constexpr int kThreads = kMostWarps * 32;
+  static constexpr int kResident = 1;
+  struct Shared {
+    typename Ring::Storage ring;  // of the first warp; those of the others follow
+  };
+};
 
 // The part of a row that a block reads: all of it, or its share where the row is split over blocks.
 struct Part {
@@ -226,7 +227,8 @@ class RowStream {
   using Pool = typename Block::Pool;
 
   __device__ RowStream(typename Block::Shared& shared, const T* row, int begin, int end)
-      : ring_(shared.rings[threadIdx.x / 32], threadIdx.x % 32),
+      : ring_(reinterpret_cast<typename Block::Ring::Storage*>(&shared)[threadIdx.x / 32],
+              threadIdx.x % 32),
         lane_(threadIdx.x % 32),
         at_(begin + static_cast<int>(threadIdx.x) / 32 * kCell),
         end_(end),
@@ -259,7 +261,7 @@ class RowStream {
     };
     typename Pool::Sketch* sketch_to = sketch + threadIdx.x;
 #pragma unroll 1
-    for (int first = at_; first < end_; first += kRound) {
+    for (int first = at_; first < end_; first += Round()) {
       LaneCell<T> x;
       ring_.Pop(row_ + first, end_ - first, x);
       Push();
@@ -294,7 +296,7 @@ class RowStream {
   __device__ int first() const { return at_; }  // element of the row
   __device__ T* InShared() { return ring_.Cell(row_ + at_); }
   __device__ void Release() {
-    at_ += kRound;
+    at_ += Round();
     Push();
   }
 
@@ -302,13 +304,18 @@ class RowStream {
   __device__ void Abandon() { WaitAsync<0>(); }
 
  private:
-  static constexpr int kRound = Block::kWarps * kCell;
+  __device__ static int Round() {
+    if constexpr (Block::kAnyWarps)
+      return static_cast<int>(blockDim.x) / 32 * kCell;
+    else
+      return Block::kWarps * kCell;
+  }
 
   __device__ void Push() {
     if (left_ <= 0) return ring_.PushNothing();
     ring_.Push(ahead_, left_);
-    ahead_ += kRound;
-    left_ -= kRound;
+    ahead_ += Round();
+    left_ -= Round();
   }
 
   typename Block::Ring ring_;

@@ -61,7 +61,7 @@
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/cluster_blocks.h"
+#include "kernels/cuda/rows/plan.h"
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/sample_kernel.cuh"
 #include "kernels/cuda/sampling/sample_pass.cuh"
@@ -83,26 +83,30 @@ extern template cudaError_t LaunchPass<__nv_bfloat16, true, true>(const SamplePa
 
 namespace {
 
-// A cluster has a multiprocessor for each of its blocks. Above 64 rows it is one block, which pays
-// for long rows only.
-bool ClusterFits(int64_t rows, int32_t cells, const Scratch& scratch) {
-  constexpr int64_t kFewRows = 64;
-  constexpr int32_t kLongRow = 40;
-  return scratch.clusters && rows <= (cells > kLongRow ? scratch.multiprocessors : kFewRows);
+template <class T, bool kInCluster>
+RowForm FormOf(const SampleParams& p, CostOf cost) {
+  using Block = DrawBlock<T, kInCluster>;
+  SampleParams of_cells = p;
+  of_cells.blocks = 1;
+  of_cells.cells = 0;
+  return {.warps = Block::kWarps,
+          .resident = Block::kResident,
+          .most_blocks = kInCluster ? kMaxClusterBlocks : 1,
+          .fixed_bytes = SharedBytes<T, kInCluster>(of_cells) + static_cast<int>(2 * sizeof(Stats)),
+          .row_cell_bytes = 2 * sizeof(Stats),
+          .part_cell_bytes = 32 * sizeof(SmallPool::Sketch),
+          .cost = cost};
 }
 
 // Blocks of a row's cluster; 0: one block takes the row.
 template <class T>
-int32_t ClusterBlocks(SampleParams p, int64_t rows, const Scratch& scratch) {
-  if (!ClusterFits(rows, p.cells, scratch)) return 0;
-  constexpr int kWarps = DrawBlock<T, true>::kWarps;
-  const int32_t worth = (p.cells + kWarps - 1) / kWarps;
-  p.blocks = std::min(worth, ClusterBlocksAtOnce(rows, scratch));
-  while (SharedBytes<T, true>(p) > scratch.block_shared_bytes) {
-    if (p.blocks == kMaxClusterBlocks) return 0;
-    ++p.blocks;  // more of them for the row's sketch
-  }
-  return p.blocks;
+int32_t ClusterBlocks(const SampleParams& p, int64_t rows, const Scratch& scratch) {
+  const RowForm forms[] = {FormOf<T, true>(p, CostOf::kSampleFewRows),
+                           FormOf<T, false>(p, CostOf::kSampleManyRows)};
+  const RowsPlan plan =
+      PlanRows({rows, p.cells, static_cast<float>(p.args.logits.cols * sizeof(T)), sizeof(T) == 4},
+               forms, scratch);
+  return plan.form == 0 ? plan.blocks : 0;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the variants of softmax_topk share: their parameters, and a row's answers.
+// What the forms of softmax_topk share: their parameters, and a row's answers.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_ROW_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_ROW_CUH_
 
@@ -12,16 +12,8 @@ namespace logitd::cuda {
 struct TopKParams {
   SoftmaxTopKArgs args;
   int32_t vocab;
-  int32_t cells;          // of a row
-  int32_t splits;         // blocks of a row
-  bool statistics_only;   // the sorted variant writes indices and probs
-  int32_t list_capacity;  // candidates a block may leave: k and some slack
-  Stats* row_stats;       // [rows], for the sorted variant; else null
-  // Scratch of the variant that splits rows over blocks.
-  uint32_t* arrived;  // [rows], zero between launches
-  Stats* cell_stats;  // [rows, cells]
-  Key* split_floor;   // [rows, splits], no key below it is among the row's k largest
-  Key* split_keys;    // [rows, splits, list_capacity], unused places 0
+  int32_t cells;     // of a row
+  Stats* row_stats;  // [rows], for the sorted form; else null
 
   template <class T>
   __device__ const T* Row(int64_t row) const {
@@ -93,10 +85,9 @@ __device__ inline void WriteRow(const TopKParams& p, int64_t row_index, const So
   }
 }
 
-// The sorted variant: writes indices and probs of every row, from its statistics, by sorting all of
-// it. Enqueues only. Scratch must hold a row's keys and values twice.
-cudaError_t SortedTopK(const SoftmaxTopKArgs& args, const Stats* row_stats, Scratch scratch,
-                       cudaStream_t stream);
+// For any k: a row's statistics, then a radix sort of all of it. Enqueues only. Scratch must hold a
+// row's keys and values twice.
+cudaError_t SortedTopK(const SoftmaxTopKArgs& args, Scratch scratch, cudaStream_t stream);
 
 }  // namespace logitd::cuda
 

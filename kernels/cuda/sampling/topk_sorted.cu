@@ -1,10 +1,11 @@
-// softmax_topk for k > 1024, after the rows' statistics: CUB's radix sort of (row, logit).
+// softmax_topk for k > 1024: the rows' statistics, then CUB's radix sort of (row, logit).
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/rows/row_kernel.cuh"
 #include "kernels/cuda/sampling/topk_row.cuh"
 
 namespace logitd::cuda {
@@ -47,11 +48,44 @@ __global__ void EmitSortedKernel(SoftmaxTopKArgs args, const Stats* row_stats, c
   }
 }
 
+// A row's statistics.
+template <class T>
+struct StatsOp : RowOp {
+  using Element = T;
+  using Params = TopKParams;
+  using Cell = Stats;
+  const SoftmaxTopKRow ask;
+  const float log2e_over_temperature;
+
+  __host__ __device__ static const TensorView& Logits(const Params& p) { return p.args.logits; }
+  __device__ StatsOp(const Params& p, int64_t row)
+      : ask(p.args.rows[row]), log2e_over_temperature(kLog2E / ask.temperature) {}
+  __device__ bool Active() const { return ask.k != 0; }
+  __device__ Stats Add(const LaneCell<T>& x, int, int, int) const {
+    return MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
+                      log2e_over_temperature);
+  }
+  __device__ void Finish(const Params& p, int64_t row, const Stats* cells, int count,
+                         int lane) const {
+    const RowResult result(MergeCells(cells, count, log2e_over_temperature), ask.temperature);
+    WriteRow<T>(p, row, ask, result, lane, [=](int i) { return isnan(cells[i].sum); });
+  }
+};
+
 }  // namespace
 
-cudaError_t SortedTopK(const SoftmaxTopKArgs& args, const Stats* row_stats, Scratch scratch,
-                       cudaStream_t stream) {
+cudaError_t SortedTopK(const SoftmaxTopKArgs& args, Scratch scratch, cudaStream_t stream) {
   const int64_t rows = args.logits.rows;
+  Stats* const row_stats = scratch.Take<Stats>(rows);
+  if (row_stats == nullptr) return cudaErrorMemoryAllocation;
+  const TopKParams statistics{.args = args,
+                              .vocab = static_cast<int32_t>(args.logits.cols),
+                              .cells = CellsOf(static_cast<int>(args.logits.cols)),
+                              .row_stats = row_stats};
+  cudaError_t error = VisitDType(args.logits.dtype, [&]<class T>() {
+    return RunRows<StatsOp<T>>(statistics, scratch, stream);
+  });
+  if (error != cudaSuccess) return error;
   const int64_t vocab = args.logits.cols;
   // Rows per pass: as many as scratch holds, in keys and values twice and what CUB asks besides.
   constexpr int64_t kMaxPass = 4096;
@@ -69,7 +103,7 @@ cudaError_t SortedTopK(const SoftmaxTopKArgs& args, const Stats* row_stats, Scra
     return cub::DeviceRadixSort::SortPairs(temp, temp_bytes, keys, values,
                                            static_cast<int>(elements), 0, 32 + row_bits, stream);
   };
-  cudaError_t error = sort(nullptr, pass * vocab);
+  error = sort(nullptr, pass * vocab);
   if (error != cudaSuccess) return error;
   std::byte* temp = scratch.Take<std::byte>(temp_bytes);
   if (temp == nullptr) return cudaErrorMemoryAllocation;

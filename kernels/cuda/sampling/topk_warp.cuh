@@ -1,224 +1,22 @@
-// softmax_topk, a warp per row: rows of one cell, k <= 22.
+// softmax_topk, a warp per row: a row of one cell in registers, a longer one, of up to 8 cells, or 12 of 16
+// bits, in the warp's shared memory; k <= 128.
 //
-// 65536 x 1000 f32 k 10: 72 us, 725 instructions a row, issued in 67% of the cycles by 24 warps a
-// multiprocessor. Tried and dropped: one stage and 32 warps of 64 registers (spills; slower);
-// blocks of 8 warps, rows dealt out beforehand or in turns (77 us both); a row's keys ranked in 4
-// instructions a key instead of 3 (nothing).
+// A block has as many warps as shared memory holds rows of the launch's number of cells, and a last
+// cell of which the row has at most a quarter takes less time. A row's end has no barrier: the floor is
+// found among the maxima of the row's groups by halving, then the cells that reach it are read again
+// from shared memory. The candidates are sorted by 32 bits of each: a 16-bit logit and its index; or the
+// upper bits of what an f32 logit is above the floor and its place in the pool, and where those do not
+// tell neighbours apart, by all 64 bits. The row's memory is free before that, so the next row's copy
+// runs meanwhile; 16 rows' logarithms are one.
+//
+// Limited by instructions (16384 x 4096 bf16 k 50: 2460 a row), and by latencies where f32 rows of 4
+// cells leave room for 12 warps a multiprocessor. Figures: softmax_topk.cu.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 
-#include <type_traits>
-
-#include "kernels/cuda/rows/ring.cuh"
-#include "kernels/cuda/sampling/topk_row.cuh"
+#include "kernels/cuda/sampling/topk_candidates.cuh"
 
 namespace logitd::cuda {
-
-// For larger k the floor of the lanes is so low that more logits than the pool holds reach it: k 22
-// some 37, k 30 some 90.
-constexpr int kWarpRowMaxK = 22;
-constexpr int kWarpRowWarps = 24;
-constexpr int kWarpRowPool = 64;
-constexpr int kWarpRowStages = 2;
-constexpr int kWarpRowsEnded = 32;   // whose statistics wait to be written
-constexpr int kWarpRowResident = 1;  // blocks per multiprocessor
-
-// A row whose statistics wait to be written.
-struct EndedRow {
-  Stats cell;
-  uint32_t turn;
-};
-template <class T>
-struct WarpRowShared {
-  typename CellRing<T, kWarpRowStages>::Storage rings[kWarpRowWarps];
-  Key pools[kWarpRowWarps][kWarpRowPool];
-  uint4 maxima[kWarpRowWarps][4];                // of the lanes, 16 bits each
-  uint16_t places[kWarpRowWarps][kWarpRowPool];  // lane << 5 | bit, of candidates
-  EndedRow ended[kWarpRowWarps][kWarpRowsEnded];
-  uint32_t next_turn;
-};
-
-// ---- candidates --------------------------------------------------------------------------------
-
-// Two logits coarsely, 16 bits each, in the same order: f32 loses its lower half, so that logits
-// that differ may become equal.
-template <class T>
-using CoarsePair = PairOf<std::conditional_t<std::is_same_v<T, float>, __nv_bfloat16, T>>;
-
-template <class T>
-__device__ inline CoarsePair<T> CoarsePairOf(uint32_t bits) {
-  return reinterpret_cast<const CoarsePair<T>&>(bits);
-}
-
-// 16 bits of a logit.
-template <class T>
-__device__ inline uint16_t CoarseBits(float x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half_as_ushort(__float2half_rn(x));  // exact, x came from one
-  } else {
-    return static_cast<uint16_t>(__float_as_uint(x) >> 16);
-  }
-}
-
-// Which of the lane's elements are coarsely >= `floor` (both halves of it the same): bit w for
-// element 2 w, bit 16 + w for element 2 w + 1.
-template <class T>
-__device__ inline uint32_t Reached(const LaneCell<T>& x, CoarsePair<T> floor) {
-  uint32_t reached = 0;
-#pragma unroll
-  for (int w = 0; w < kLaneElements / 2; ++w) {
-    uint32_t pair;
-    if constexpr (sizeof(T) == 4) {
-      pair = __byte_perm(x.words[2 * w], x.words[2 * w + 1], 0x7632);
-    } else {
-      pair = x.words[w];
-    }
-    reached |= __hge2_mask(CoarsePairOf<T>(pair), floor) & (0x10001u << w);
-  }
-  return reached;
-}
-
-// As Reached(), by the elements themselves.
-template <class T>
-__device__ inline uint32_t ReachedExactly(const LaneCell<T>& x, float floor) {
-  uint32_t reached = 0;
-#pragma unroll
-  for (int e = 0; e < kLaneElements; ++e) {
-    if (x[e] >= floor) reached |= 1u << (e / 2 + e % 2 * 16);
-  }
-  return reached;
-}
-
-// Place in the cell of the element that Reached() reports for lane `place` / 32 as bit
-// `place` % 32.
-template <class T>
-__device__ inline int ReachedIndex(uint32_t place) {
-  return CellIndex<T>(place >> 5, (place & 15) << 1 | (place >> 4 & 1));
-}
-
-// How many of the 32 lanes' values, 16 bits each in `maxima`, are above the lane's own.
-template <class T>
-__device__ inline int LanesAbove(const uint4* maxima, uint16_t mine) {
-  const CoarsePair<T> own = CoarsePairOf<T>(mine * 0x10001u);
-  CoarsePair<T> sums[2] = {CoarsePairOf<T>(0), CoarsePairOf<T>(0)};
-#pragma unroll
-  for (int v = 0; v < 4; ++v) {
-    const uint4 four = maxima[v];
-    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.x), own));
-    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.y), own));
-    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.z), own));
-    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.w), own));
-  }
-  const CoarsePair<T> sum = __hadd2(sums[0], sums[1]);
-  return static_cast<int>(ToFloat(sum.x) + ToFloat(sum.y));
-}
-
-// Lists the places of the row's candidates, all of its k largest tokens among them. Returns their
-// number; above kWarpRowPool not all of them are listed.
-template <class T>
-__device__ __forceinline__ int ListPlaces(const LaneCell<T>& x, float lane_max, int k,
-                                          uint4* maxima, uint16_t* places, int lane) {
-  // At least k logits are not below the k-th largest of the 32 lane maxima, nor below anything
-  // that equals it coarsely.
-  const uint16_t coarse = CoarseBits<T>(lane_max);
-  reinterpret_cast<uint16_t*>(maxima)[lane] = coarse;
-  __syncwarp();
-  const bool among = LanesAbove<T>(maxima, coarse) < k;
-  const uint32_t floor = __reduce_min_sync(kFullWarp, among ? OrderedBits(lane_max) : ~0u);
-  uint32_t reached =
-      Reached<T>(x, CoarsePairOf<T>(CoarseBits<T>(FromOrderedBits(floor)) * 0x10001u));
-  int n = 0;
-  bool exact = sizeof(T) == 2;
-#pragma unroll 1
-  while (true) {  // the lanes' candidates, one of each lane a round
-    const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
-    if (lanes == 0) {
-      if (exact || n <= kWarpRowPool) break;
-      // Logits far from zero for their spread: coarsely all alike.
-      exact = true;
-      n = 0;
-      reached =
-          ReachedExactly<T>(x, __shfl_sync(kFullWarp, WarpSortDescending(lane_max, lane), k - 1));
-      continue;
-    }
-    const int at = n + __popc(lanes & ((1u << lane) - 1));
-    if (reached != 0 && at < kWarpRowPool)
-      places[at] = static_cast<uint16_t>(lane << 5 | (31 - __clz(reached & -reached)));
-    reached &= reached - 1;
-    n += __popc(lanes);
-  }
-  __syncwarp();
-  return n;
-}
-
-// ---- answers -----------------------------------------------------------------------------------
-
-// rank -= key > mine, by the borrow of mine - key.
-__device__ inline void CountAbove(Key key, Key mine, int& rank) {
-  asm("{\n\t"
-      ".reg .u32 low;\n\t"
-      "sub.cc.u32 low, %1, %3;\n\t"
-      "subc.cc.u32 low, %2, %4;\n\t"
-      "subc.u32 %0, %0, 0;\n\t"
-      "}"
-      : "+r"(rank)
-      : "r"(static_cast<uint32_t>(mine)), "r"(static_cast<uint32_t>(mine >> 32)),
-        "r"(static_cast<uint32_t>(key)), "r"(static_cast<uint32_t>(key >> 32)));
-}
-
-// Ranks the n keys of the pool, which zeros follow, and writes the first k. `mine` is the lane's
-// key of the first 32.
-__device__ __forceinline__ void EmitPool(const Key* pool, Key mine, int n, int k,
-                                         const RowResult& result, int32_t* indices, float* probs,
-                                         int lane) {
-#pragma unroll 1
-  for (int base = 0;; base += 32) {
-    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(pool);
-    int rank = 0;
-#pragma unroll 1
-    for (int j = 0; j < n; j += 4) {
-      const ulonglong2 first = *pairs++;
-      const ulonglong2 second = *pairs++;
-      CountAbove(first.x, mine, rank);
-      CountAbove(first.y, mine, rank);
-      CountAbove(second.x, mine, rank);
-      CountAbove(second.y, mine, rank);
-    }
-    rank = -rank;
-    if (base + lane < n && rank < k) {
-      indices[rank] = KeyIndex(mine);
-      probs[rank] = result.Probability(KeyLogit(mine));
-    }
-    if (base + 32 >= n) break;
-    mine = pool[lane + 32];
-  }
-}
-
-// A row that ends in a rare way: it holds a NaN, or equal logits flood the pool; then its largest
-// keys are found one at a time. Right for any row.
-template <class T>
-__device__ __noinline__ void FinishRareRow(const TopKParams& p, int64_t row_index, Stats stats,
-                                           int lane) {
-  const SoftmaxTopKRow ask = p.args.rows[row_index];
-  const T* row = p.Row<T>(row_index);
-  const RowResult result(stats, ask.temperature);
-  WriteRow<T>(p, row_index, ask, result, lane, [](int) { return true; });
-  if (result.Nan()) return EmitNothing(p.args, ask, lane, 32);
-  Key ceiling = ~Key{0};
-  for (int rank = 0; rank < ask.k; ++rank) {
-    Key best = 0;
-    for (int i = lane; i < p.vocab; i += 32) {
-      const Key key = MakeKey(ToFloat(row[i]), i);
-      if (key < ceiling) best = max(best, key);
-    }
-    best = WarpMax(best);
-    if (lane == 0) {
-      p.args.indices[ask.first_entry + rank] = KeyIndex(best);
-      p.args.probs[ask.first_entry + rank] = result.Probability(KeyLogit(best));
-    }
-    ceiling = best;
-  }
-}
 
 // ---- a warp's rows -----------------------------------------------------------------------------
 
@@ -227,69 +25,6 @@ __device__ __noinline__ void FinishRareRow(const TopKParams& p, int64_t row_inde
 __device__ inline int64_t RowOfTurn(uint32_t turn) {
   return blockIdx.x + static_cast<int64_t>(turn) * gridDim.x;
 }
-
-// A warp's queue of rows: the current one, whose cell is in the ring, and the following one, whose
-// copy is under way.
-template <class T>
-class RowQueue {
- public:
-  __device__ RowQueue(const TopKParams& p, WarpRowShared<T>& s, int warp, int lane)
-      : p_(p), s_(s), lane_(lane), ring_(s.rings[warp], lane), turn_(warp) {
-    static_assert(kWarpRowStages == 2);
-    following_ = kWarpRowWarps + warp;
-    Push(turn_);
-    Push(following_);
-    if (threadIdx.x == 0) s.next_turn = kWarpRowWarps * kWarpRowStages;
-    __syncthreads();
-    Prefetch(turn_);
-  }
-
-  __device__ uint32_t turn() const { return turn_; }
-  __device__ int64_t row() const { return RowOfTurn(turn_); }
-  __device__ bool Done() const { return row() >= p_.args.logits.rows; }
-
-  // Loads the current row's cell, k and temperature.
-  __device__ void Load(LaneCell<T>& x, int& k, float& temperature) {
-    k = next_k_;
-    temperature = next_temperature_;
-    Prefetch(following_);
-    ring_.PopShort(p_.Row<T>(row()), p_.vocab, x);
-  }
-  // Element i of the current row, from shared memory.
-  __device__ float operator[](int i) { return ToFloat(ring_.Cell(p_.Row<T>(row()))[i]); }
-
-  // Ends the current row: its slot of the ring is free.
-  __device__ void Advance() {
-    turn_ = following_;
-    if (lane_ == 0) following_ = atomicAdd(&s_.next_turn, 1u);
-    following_ = __shfl_sync(kFullWarp, following_, 0);
-    Push(following_);
-  }
-
- private:
-  __device__ void Push(uint32_t turn) {
-    // A row with k = 0 is copied too: its parameters are not known before the copy starts.
-    if (RowOfTurn(turn) < p_.args.logits.rows) {
-      ring_.PushShort(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
-    } else {
-      ring_.PushNothing();
-    }
-  }
-  __device__ void Prefetch(uint32_t turn) {
-    if (RowOfTurn(turn) >= p_.args.logits.rows) return;
-    next_k_ = p_.args.rows[RowOfTurn(turn)].k;
-    next_temperature_ = p_.args.rows[RowOfTurn(turn)].temperature;
-  }
-
-  const TopKParams& p_;
-  WarpRowShared<T>& s_;
-  const int lane_;
-  CellRing<T, kWarpRowStages> ring_;
-  uint32_t turn_;
-  uint32_t following_;
-  int next_k_ = 0;
-  float next_temperature_ = 0.0f;
-};
 
 // Statistics of rows that ended wait here until there are kRows, at most 32: 32 logarithms cost as much
 // as one.
@@ -334,67 +69,239 @@ class EndedRows {
   int count_ = 0;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kWarpRowWarps * 32, kWarpRowResident)
-    WarpRowKernel(const __grid_constant__ TopKParams p) {
+// The warp's rows, one after the other: the copy of the next one, and its parameters, are under way
+// while the present one's answers are ranked.
+template <class Shape>
+class ShortRows {
+ public:
+  using T = typename Shape::Element;
+
+  __device__ ShortRows(const TopKParams& p, typename Shape::Shared& s, int warp, int lane)
+      : p_(p),
+        s_(s),
+        lane_(lane),
+        ring_(s.OfWarp(warp, p.cells).OfRing(p.cells), lane),
+        turn_(warp) {
+    const uint32_t warps = blockDim.x / 32;
+    if (threadIdx.x == 0) s.next_turn = Shape::kHeld ? 2 * warps : warps;
+    Start(turn_);
+    following_ = turn_ + warps;
+    if constexpr (Shape::kHeld) Start(following_);
+    Ask();
+    __syncthreads();
+  }
+
+  __device__ uint32_t turn() const { return turn_; }
+  __device__ int64_t row() const { return RowOfTurn(turn_); }
+  __device__ bool Done() const { return row() >= p_.args.logits.rows; }
+  __device__ const SoftmaxTopKRow& ask() const { return ask_; }
+  __device__ const T* logits() const { return p_.Row<T>(row()); }
+  __device__ typename Shape::Ring& ring() { return ring_; }
+  __device__ RowInShared<Shape> in_shared() {
+    return {Shape::kHeld ? ring_.Cell(logits()) : ring_.Row(logits())};
+  }
+
+  // Loads a row of one cell.
+  __device__ void Load(LaneCell<T>& x) { ring_.PopShort(logits(), p_.vocab, x); }
+  // Loads the row's next cell, which begins at `first`.
+  __device__ void Next(int first, LaneCell<T>& x) {
+    ring_.PopQuarters(logits() + first, p_.vocab - first, x);
+    ring_.PushNothing();
+  }
+  // The same where only the cell's first quarter is in the row.
+  __device__ void NextQuarter(int first, LaneCell<T>& x) {
+    ring_.PopQuarter(logits() + first, p_.vocab - first, x);
+    ring_.PushNothing();
+  }
+  // Ends the row: its shared memory is free.
+  __device__ void Advance() {
+    __syncwarp();
+    turn_ = following_;
+    uint32_t& next = Shape::kHeld ? following_ : turn_;
+    if (lane_ == 0) next = atomicAdd(&s_.next_turn, 1u);
+    next = __shfl_sync(kFullWarp, next, 0);
+    Start(next);
+    Ask();
+  }
+
+ private:
+  __device__ void Start(uint32_t turn) {
+    const bool is_row = RowOfTurn(turn) < p_.args.logits.rows;
+    if constexpr (Shape::kHeld) {
+      if (!is_row) return ring_.PushNothing();
+      ring_.PushShort(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
+    } else if (is_row) {
+      ring_.PushRow(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
+    }
+  }
+  __device__ void Ask() {
+    if (!Done()) ask_ = p_.args.rows[row()];
+  }
+
+  const TopKParams& p_;
+  typename Shape::Shared& s_;
+  const int lane_;
+  typename Shape::Ring ring_;
+  uint32_t turn_;
+  uint32_t following_;  // of rows of one cell
+  SoftmaxTopKRow ask_;
+};
+
+// What a lane knows of a row that the warp has read.
+struct ReadRow {
+  Stats cell;       // of the cell with the lane's number
+  float lane_best;  // the largest logit the lane has seen
+  float row_max;    // the row's
+};
+
+// Reads the row: leaves its sketch.
+template <class Shape>
+__device__ __forceinline__ ReadRow ReadShortRow(ShortRows<Shape>& rows, int vocab,
+                                                float log2e_over_temperature,
+                                                typename Shape::Warp& s, int lane) {
+  using T = typename Shape::Element;
+  ReadRow row{{-kInfinity, 0.0f}, -kInfinity, -kInfinity};
+  // A cell's lanes are merged a turn late, as in RowStream::Run.
+  Stats late{-kInfinity, 0.0f};
+  const auto merge_late = [&](int c) {
+    const Stats stats = MergeLanes(late, log2e_over_temperature);
+    if (lane == c) row.cell = stats;
+    row.row_max = fmaxf(row.row_max, stats.max);
+  };
+  int c = 0;
+#pragma unroll 1
+  for (; vocab - c * kCell > kQuarter; ++c) {
+    LaneCell<T> x;
+    rows.Next(c * kCell, x);
+    if (c > 0) merge_late(c - 1);
+    float lane_max;
+    s.sketch[c][lane] = SketchOfLane<typename Shape::Pool>(x, lane_max);
+    late = LaneStats(x, lane_max, log2e_over_temperature);
+    row.lane_best = fmaxf(row.lane_best, lane_max);
+  }
+  if (c * kCell < vocab) {  // a cell of which there is little
+    LaneCell<T> x;
+    rows.NextQuarter(c * kCell, x);
+    if (c > 0) merge_late(c - 1);
+    float group_max[Shape::Pool::kLaneGroups];
+    for (float& max : group_max) max = -kInfinity;
+    group_max[0] = x.Max(0, kSumElements);
+    s.sketch[c][lane] = PackSketch<typename Shape::Pool>(group_max);
+    late = LaneStatsOfQuarter(x, group_max[0], log2e_over_temperature);
+    row.lane_best = fmaxf(row.lane_best, group_max[0]);
+    ++c;
+  }
+  merge_late(c - 1);
+  return row;
+}
+
+// The row's statistics, with the bits of MergeCells: a lane has a cell.
+template <class Shape>
+__device__ __forceinline__ Stats MergeShortRow(const ReadRow& row, float log2e_over_temperature) {
+  const Exponential exponential(row.row_max, log2e_over_temperature);
+  float sum = row.cell.max == -kInfinity
+                  ? row.cell.sum
+                  : __fmul_rn(row.cell.sum, exponential.Factor(row.cell.max));
+#pragma unroll
+  for (int offset = std::bit_ceil(static_cast<unsigned>(Shape::kCells)) / 2; offset > 0;
+       offset /= 2)
+    sum += __shfl_xor_sync(kFullWarp, sum, offset);
+  return {row.row_max, __shfl_sync(kFullWarp, sum, 0)};
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kMostThreads, 1)
+    ShortRowKernel(const __grid_constant__ TopKParams p) {
+  using T = typename Shape::Element;
   extern __shared__ __align__(128) uint4 dynamic[];
-  WarpRowShared<T>& s = *reinterpret_cast<WarpRowShared<T>*>(dynamic);
+  typename Shape::Shared& shared = *reinterpret_cast<typename Shape::Shared*>(dynamic);
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  Key* pool = s.pools[warp];
-  uint16_t* places = s.places[warp];
-  RowQueue<T> queue(p, s, warp, lane);
-  using Ended = EndedRows<kWarpRowsEnded>;
-  Ended ended(p, s.ended[warp], lane);
-  float temperature = 0.0f;  // what the next two are of
+  typename Shape::Warp& s = shared.OfWarp(warp, p.cells);
+  ShortRows<Shape> rows(p, shared, warp, lane);
+  using Ended = EndedRows<Shape::kEnded>;
+  Ended ended(p, s.ended, lane);
+  const uint32_t directions = SortDirections(lane);
+  float temperature = 0.0f;  // what the next one, and the warp's, are of
   float log2e_over_temperature = 0.0f;
-  double exact_log2e_over_temperature = 0.0;
 #pragma unroll 1
-  while (!queue.Done()) {
-    LaneCell<T> x;
-    int k;
-    float row_temperature;
-    queue.Load(x, k, row_temperature);
-    ended.Reserve();
-    if (k == 0) {
-      ended.Set(Ended::Nothing(), queue.turn());
-      queue.Advance();
+  while (!rows.Done()) {
+    const SoftmaxTopKRow ask = rows.ask();
+    if (ask.k == 0) {
+      if constexpr (!Shape::kHeld) WaitAsync<0>();
+      LaneCell<T> skipped;
+      if constexpr (Shape::kHeld) rows.Load(skipped);
+      rows.Advance();
       continue;
     }
-    if (row_temperature != temperature) {
-      temperature = row_temperature;
+    if (ask.temperature != temperature) {
+      temperature = ask.temperature;
       log2e_over_temperature = kLog2E / temperature;
-      exact_log2e_over_temperature = RowResult::Log2EOver(temperature);
+      if (lane == 0) s.log2e_over_temperature = RowResult::Log2EOver(temperature);
+    }
+    ReadRow row;
+    Stats stats;
+    uint32_t floor;
+    int n;
+    if constexpr (Shape::kHeld) {
+      LaneCell<T> x;
+      rows.Load(x);
+      if (ask.k > kFewOfLanes) {
+        s.held_sketch[lane] = SketchOfLane<typename Shape::Pool>(x, row.lane_best);
+      } else {
+        row.lane_best = x.Max(0, kLaneElements);
+      }
+      floor = CoarseFloor<Shape>(row.lane_best, ask.k, p.cells, s, lane);
+      __syncwarp();  // the places take the sketch's memory
+      n = 0;
+      ListPlacesOfCell<Shape>(x, 0, CoarsePairOfFloor<T>(floor), s, lane, n);
+      __syncwarp();
+      // The cell is the row: a merge of one cell does not change its bits.
+      stats =
+          MergeLanes(LaneStats(x, row.lane_best, log2e_over_temperature), log2e_over_temperature);
+      row.cell = stats;
+      row.row_max = stats.max;
+    } else {
+      row = ReadShortRow<Shape>(rows, p.vocab, log2e_over_temperature, s, lane);
+      stats = MergeShortRow<Shape>(row, log2e_over_temperature);
+    }
+    RowResult result(stats, log2e_over_temperature, /*exactly=*/0.0);
+    ended.Reserve();
+    ended.Set(result.Nan() ? Ended::Nothing() : result.stats, rows.turn());
+    if (result.Nan()) {
+      WriteRow<T>(p, rows.row(), ask, result, lane,
+                  [=](int c) { return __shfl_sync(kFullWarp, isnan(row.cell.sum), c); });
+      EmitNothing(p.args, ask, lane, 32);
+      rows.Advance();
+      continue;
     }
 
-    const float lane_max = x.Max(0, kLaneElements);
-    const int n = ListPlaces<T>(x, lane_max, k, s.maxima[warp], places, lane);
-    // The cell is the row: a merge of one cell does not change its bits.
-    const Stats cell =
-        MergeLanes(LaneStats(x, lane_max, log2e_over_temperature), log2e_over_temperature);
-    const bool rare = isnan(cell.sum) || n > kWarpRowPool;
-    ended.Set(rare ? Ended::Nothing() : cell, queue.turn());
-    const int64_t row_index = queue.row();
-    if (rare) {
-      queue.Advance();
-      FinishRareRow<T>(p, row_index, cell, lane);
-      continue;
+    if constexpr (!Shape::kHeld) {
+      floor = CoarseFloor<Shape>(row.lane_best, ask.k, p.cells, s, lane);
+      n = ListPlacesOfRow<Shape>(rows.ring(), rows.logits(), p.vocab, floor, s, lane);
     }
-    // A place beyond the row has the lowest key of all, and is never among the k.
-    const auto key_at = [&](int at) {
-      const int i = ReachedIndex<T>(places[at]);
-      return at < n && i < p.vocab ? MakeKey(queue[i], i) : 0;
-    };
-    const Key mine = lane < n ? key_at(lane) : 0;
-    pool[lane] = mine;
-    if (n > 32) pool[lane + 32] = key_at(lane + 32);
-    __syncwarp();
-    queue.Advance();
-    const int64_t first_entry = p.args.rows[row_index].first_entry;
-    const RowResult result(cell, log2e_over_temperature, exact_log2e_over_temperature);
-    EmitPool(pool, mine, n, k, result, p.args.indices + first_entry, p.args.probs + first_entry,
-             lane);
+    if (n <= Shape::kPool) {
+      KeysOfPlaces<Shape>(rows.in_shared(), p.vocab, n, s, lane);
+    } else {
+      n = FillByHalving<Shape>(rows.in_shared(), p.vocab, ask.k, LowestOf(floor),
+                               OrderedBits(row.row_max), s, lane);
+    }
+    rows.Advance();
+    const RowAnswers answers{ask.k, p.args.indices + ask.first_entry,
+                             p.args.probs + ask.first_entry};
+    const LogitRange range{LowestOf(floor), OrderedBits(row.row_max)};
+    result.log2e_over_temperature = s.log2e_over_temperature;
+    if (n <= 32) {
+      EmitRanked<Shape>(s, n, answers, result, lane);
+    } else if (n <= 64) {
+      EmitSorted<2, Shape>(s, range, answers, result, directions, lane);
+    } else if (n <= 128) {
+      EmitSorted<4, Shape>(s, range, answers, result, directions, lane);
+    } else if constexpr (Shape::kPool > 128) {
+      EmitSorted<Shape::kPool / 32, Shape>(s, range, answers, result, directions, lane);
+    }
   }
+  WaitAsync<0>();
   ended.Write();
 }
 

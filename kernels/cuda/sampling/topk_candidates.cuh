@@ -1,66 +1,60 @@
-// softmax_topk, a warp per row, the whole row in the warp's shared memory: rows of up to 8 cells, or
-// 12 of 16 bits, k <= 64.
-//
-// A block has as many warps as shared memory holds rows of the launch's number of cells, and a last
-// cell of which the row has at most a quarter takes less time. So a row just above a cell's border
-// takes little longer than one below it.
-//
-// A row's end has no barrier: the floor is found among the maxima of the row's groups by halving,
-// then the cells that reach it are read again from shared memory. The candidates are sorted by 32 bits
-// of each: a 16-bit logit and its index; or the upper 25 bits of what an f32 logit is above the floor
-// and its place in the pool, and where those do not tell neighbours apart, by all 64 bits. The row's
-// memory is free before that, so the next row's copy runs meanwhile; 16 rows' logarithms are one.
-//
-// Limited by instructions, and by latencies where f32 rows of 4 cells leave room for 12 warps a
-// multiprocessor: 16384 x 4096 bf16 k 50 takes 2460 instructions a row (3035 when a candidate was
-// ranked by comparing it with all). Measured on an H100 (bench/results/h100/short_rows.json, with the
-// tree before), as a share of one read: that 64% (54%); f32 79%, k 5 87%; 65536 x 1000 f32 k 50 51%
-// (44%). 65536 x 1025 bf16 k 10 100 us (112), where 1024 tokens take 61 by topk_warp.cuh.
-// Few f32 rows of up to 3 cells with K from 33 to 64 take 5 to 15% more than in the tree before.
-// Tried and dropped: branches by quarters in the loop over whole cells (up to 10% slower); f32 candidates
-// by logit and index where both fit in 32 bits (32768 x 2000 k 20 9% slower).
-#ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
-#define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
+// How a warp of softmax_topk finds and sorts the largest logits of a row that it has read.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_CANDIDATES_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_CANDIDATES_CUH_
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
+#include "kernels/cuda/rows/ring.cuh"
 #include "kernels/cuda/rows/row_block.cuh"
-#include "kernels/cuda/sampling/topk_warp.cuh"
+#include "kernels/cuda/sampling/topk_row.cuh"
 
 namespace logitd::cuda {
 
-constexpr int kShortRowMaxK = 64;
-constexpr int kShortRowPool = 128;
-constexpr int kShortRowsEnded = 16;  // whose statistics wait to be written
-
-// Blocks for rows of kLeastCells to kMaxCells cells; one is resident on a multiprocessor. It has as
-// many warps as shared memory holds rows of the launch.
-template <class T, int kLeastCells, int kMaxCells>
+// A row whose statistics wait to be written.
+struct EndedRow {
+  Stats cell;
+  uint32_t turn;
+};
+// Blocks for rows of kLeastCells to kMaxCells cells and k up to kLargestK; one is resident on a
+// multiprocessor. It has as many warps as shared memory holds rows of the launch.
+template <class T, int kLeastCells, int kMaxCells, int kLargestK = 64>
 struct ShortRowShape {
   using Element = T;
-  using Ring = CellRing<T, kMaxCells>;
-  // 128 groups of a row, or about 256 and more of a longer one: k <= 64 of them are well below all.
-  using Pool = PoolShape<128, kMaxCells <= 2 ? 4 : 2>;
+  // A row of one cell stays in registers, and the next one's copy is under way meanwhile.
+  static constexpr bool kHeld = kMaxCells == 1;
+  using Ring = CellRing<T, kHeld ? 2 : kMaxCells>;
+  static constexpr int kMaxK = kLargestK;
+  static constexpr int kPool = 2 * kMaxK;
+  static constexpr int kEnded = kHeld ? 10 : 16;  // rows whose statistics wait to be written
+  // 128 groups of a row, or about 256 and more of a longer one: k of them are well below all.
+  using Pool = PoolShape<128, (kMaxCells <= 2 || kMaxK > 64) ? 4 : 2>;
   using PoolKey = std::conditional_t<sizeof(T) == 4, Key, uint32_t>;
   static constexpr int kFewest = kLeastCells;
   static constexpr int kCells = kMaxCells;
   struct alignas(128) Warp {
     union {
-      alignas(16) PoolKey pool[kShortRowPool];
+      alignas(16) PoolKey pool[kPool];
       // In its last bytes: cell << 10 | lane << 5 | bit, of candidates.
       struct {
-        uint8_t unused[kShortRowPool * (sizeof(PoolKey) - sizeof(uint16_t))];
-        uint16_t places[kShortRowPool];
+        uint8_t unused[kPool * (sizeof(PoolKey) - sizeof(uint16_t))];
+        uint16_t places[kPool];
       };
+      typename Pool::Sketch held_sketch[32];  // until places are listed
     };
-    EndedRow ended[kShortRowsEnded];
+    EndedRow ended[kEnded];
     double log2e_over_temperature;  // of the row; kept here, as registers are few
     // Only the first ones, of the row's cells, are there.
-    alignas(128) typename Pool::Sketch sketch[kMaxCells][32];
+    alignas(kHeld ? 8 : 128) typename Pool::Sketch sketch[kHeld ? 0 : kMaxCells][32];
     // Then slots of the ring for the row's cells.
     __device__ typename Ring::Storage& OfRing(int cells) {
+      if constexpr (kHeld) return *reinterpret_cast<typename Ring::Storage*>(this + 1);
       return *reinterpret_cast<typename Ring::Storage*>(&sketch[cells]);
+    }
+    __device__ typename Pool::Sketch* OfCell(int c) { return kHeld ? held_sketch : sketch[c]; }
+    __device__ const typename Pool::Sketch* OfCell(int c) const {
+      return kHeld ? held_sketch : sketch[c];
     }
   };
   struct alignas(128) Shared {
@@ -71,6 +65,7 @@ struct ShortRowShape {
     }
   };
   __host__ __device__ static constexpr int WarpBytes(int cells) {
+    if constexpr (kHeld) return static_cast<int>(sizeof(Warp) + sizeof(typename Ring::Storage));
     constexpr int kSketchBytes = sizeof(typename Pool::Sketch[32]);
     static_assert((sizeof(Warp) - kMaxCells * kSketchBytes) % 128 == 0 && kSketchBytes % 128 == 0);
     return static_cast<int>(sizeof(Warp)) - (kMaxCells - cells) * kSketchBytes +
@@ -104,6 +99,68 @@ struct RowInShared {
 
 // ---- candidates --------------------------------------------------------------------------------
 
+// Two logits coarsely, 16 bits each, in the same order: f32 loses its lower half, so that logits
+// that differ may become equal.
+template <class T>
+using CoarsePair = PairOf<std::conditional_t<std::is_same_v<T, float>, __nv_bfloat16, T>>;
+
+template <class T>
+__device__ inline CoarsePair<T> CoarsePairOf(uint32_t bits) {
+  return reinterpret_cast<const CoarsePair<T>&>(bits);
+}
+
+// 16 bits of a logit.
+template <class T>
+__device__ inline uint16_t CoarseBits(float x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half_as_ushort(__float2half_rn(x));  // exact, x came from one
+  } else {
+    return static_cast<uint16_t>(__float_as_uint(x) >> 16);
+  }
+}
+
+// Which of the lane's elements are coarsely >= `floor` (both halves of it the same): bit w for
+// element 2 w, bit 16 + w for element 2 w + 1.
+template <class T>
+__device__ inline uint32_t Reached(const LaneCell<T>& x, CoarsePair<T> floor) {
+  uint32_t reached = 0;
+#pragma unroll
+  for (int w = 0; w < kLaneElements / 2; ++w) {
+    uint32_t pair;
+    if constexpr (sizeof(T) == 4) {
+      pair = __byte_perm(x.words[2 * w], x.words[2 * w + 1], 0x7632);
+    } else {
+      pair = x.words[w];
+    }
+    reached |= __hge2_mask(CoarsePairOf<T>(pair), floor) & (0x10001u << w);
+  }
+  return reached;
+}
+
+// Place in the cell of the element that Reached() reports for lane `place` / 32 as bit
+// `place` % 32.
+template <class T>
+__device__ inline int ReachedIndex(uint32_t place) {
+  return CellIndex<T>(place >> 5, (place & 15) << 1 | (place >> 4 & 1));
+}
+
+// How many of the 32 lanes' values, 16 bits each in `maxima`, are above the lane's own.
+template <class T>
+__device__ inline int LanesAbove(const uint4* maxima, uint16_t mine) {
+  const CoarsePair<T> own = CoarsePairOf<T>(mine * 0x10001u);
+  CoarsePair<T> sums[2] = {CoarsePairOf<T>(0), CoarsePairOf<T>(0)};
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {
+    const uint4 four = maxima[v];
+    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.x), own));
+    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.y), own));
+    sums[0] = __hadd2(sums[0], __hgt2(CoarsePairOf<T>(four.z), own));
+    sums[1] = __hadd2(sums[1], __hgt2(CoarsePairOf<T>(four.w), own));
+  }
+  const CoarsePair<T> sum = __hadd2(sums[0], sums[1]);
+  return static_cast<int>(ToFloat(sum.x) + ToFloat(sum.y));
+}
+
 // The lowest logit, as OrderedBits, with these first 16 bits.
 __device__ inline uint32_t LowestOf(uint32_t coarse) {
   return max(coarse << 16, OrderedBits(-kInfinity));  // below it are the bits of NaN
@@ -119,7 +176,7 @@ class GroupMaxima {
     for (int w = 0; w < kWords; ++w) {
       const int c = w / kOfCell;
       pairs_[w] = c < Shape::kFewest || c < cells
-                      ? reinterpret_cast<const uint32_t*>(&s.sketch[c][lane])[w % kOfCell]
+                      ? reinterpret_cast<const uint32_t*>(&s.OfCell(c)[lane])[w % kOfCell]
                       : 0;
     }
   }
@@ -137,8 +194,7 @@ class GroupMaxima {
     }
     second = max(max(second & 0xffff, second >> 16), min(best & 0xffff, best >> 16));
     best = max(best & 0xffff, best >> 16);
-    static_assert(kShortRowMaxK <= 64);
-    uint32_t low = WarpMin(k <= 32 ? best : second);  // k groups reach it
+    uint32_t low = k <= 64 ? WarpMin(k <= 32 ? best : second) : 0;  // k groups reach it
     uint32_t high = WarpMax(best);
     const int enough = k + k / 8;
 #pragma unroll 1
@@ -222,8 +278,27 @@ __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
   return CoarsePairOf<T>(bits * 0x10001u);
 }
 
+// Adds the places of a cell's logits that reach the floor coarsely to the `n` listed ones; above
+// Shape::kPool they are only counted.
+template <class Shape>
+__device__ __forceinline__ void ListPlacesOfCell(const LaneCell<typename Shape::Element>& x, int c,
+                                                 CoarsePair<typename Shape::Element> floor,
+                                                 typename Shape::Warp& s, int lane, int& n) {
+  uint32_t reached = Reached<typename Shape::Element>(x, floor);
+#pragma unroll 1
+  while (true) {  // the lanes' candidates, one of each lane a round
+    const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
+    if (lanes == 0) break;
+    const int at = n + __popc(lanes & ((1u << lane) - 1));
+    if (reached != 0 && at < Shape::kPool)
+      s.places[at] = static_cast<uint16_t>(c << 10 | lane << 5 | (31 - __clz(reached & -reached)));
+    reached &= reached - 1;
+    n += __popc(lanes);
+  }
+}
+
 // Lists the places of the row's logits that reach the floor coarsely. Returns their number; above
-// kShortRowPool not all of them are listed.
+// Shape::kPool not all of them are listed.
 template <class Shape>
 __device__ __forceinline__ int ListPlacesOfRow(typename Shape::Ring& ring,
                                                const typename Shape::Element* row, int vocab,
@@ -240,19 +315,8 @@ __device__ __forceinline__ int ListPlacesOfRow(typename Shape::Ring& ring,
     if (!__any_sync(kFullWarp, hit)) continue;
     LaneCell<T> x;
     ring.Reread(row, c, vocab - c * kCell, x);
-    uint32_t reached = Reached<T>(x, floor);
-#pragma unroll 1
-    while (true) {  // the lanes' candidates, one of each lane a round
-      const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
-      if (lanes == 0) break;
-      const int at = n + __popc(lanes & ((1u << lane) - 1));
-      if (reached != 0 && at < kShortRowPool)
-        s.places[at] =
-            static_cast<uint16_t>(c << 10 | lane << 5 | (31 - __clz(reached & -reached)));
-      reached &= reached - 1;
-      n += __popc(lanes);
-    }
-    if (n > kShortRowPool) break;
+    ListPlacesOfCell<Shape>(x, c, floor, s, lane, n);
+    if (n > Shape::kPool) break;
   }
   __syncwarp();
   return n;
@@ -279,11 +343,11 @@ __device__ inline float PoolKeyLogit(uint32_t key) {
   return WordElement<T>(&bits, 0);
 }
 
-// Fills the pool with the keys of the listed places, and zeros up to 32, 64 or 128.
+// Fills the pool with the keys of the listed places, and zeros up to 32, 64, 128 or all.
 template <class Shape>
 __device__ __forceinline__ void KeysOfPlaces(RowInShared<Shape> row, int vocab, int n,
                                              typename Shape::Warp& s, int lane) {
-  const int end = n <= 64 ? n : kShortRowPool;
+  const int end = n <= 64 ? n : n <= 128 ? 128 : Shape::kPool;
 #pragma unroll 1
   for (int at = lane; at - lane < end; at += 32) {
     typename Shape::PoolKey key = 0;
@@ -318,7 +382,7 @@ __device__ __noinline__ int FillByHalving(RowInShared<Shape> row, int vocab, int
     const int n = count([=](float x) { return x >= edge; });
     if (n >= k) {
       low = middle;
-      few = n <= kShortRowPool;
+      few = n <= Shape::kPool;
     } else {
       high = middle - 1;
     }
@@ -339,7 +403,7 @@ __device__ __noinline__ int FillByHalving(RowInShared<Shape> row, int vocab, int
     n += __popc(taken);
     equals = max(0, equals - __popc(equal));
   }
-  for (int at = n + lane; at < kShortRowPool; at += 32) s.pool[at] = 0;
+  for (int at = n + lane; at < Shape::kPool; at += 32) s.pool[at] = 0;
   __syncwarp();
   return n;
 }
@@ -398,8 +462,6 @@ __device__ __forceinline__ void SortOverWarp(V (&keys)[kKeys], uint32_t directio
 
 // Where a row's answers go.
 struct RowAnswers {
-  static constexpr int kKeys = kShortRowMaxK / 32;  // of a lane, the most
-
   int k;
   int32_t* indices;
   float* probs;
@@ -412,16 +474,63 @@ struct RowAnswers {
 };
 
 // Where 32 bits do not tell keys apart.
+template <int kPool>
 __device__ __noinline__ void EmitByKeys(const Key* pool, RowAnswers answers, RowResult result,
                                         uint32_t directions, int lane) {
-  constexpr int kKeys = kShortRowPool / 32;
+  constexpr int kKeys = kPool / 32;
   Key keys[kKeys];
 #pragma unroll
   for (int r = 0; r < kKeys; ++r) keys[r] = pool[32 * r + lane];
   SortOverWarp(keys, directions);
 #pragma unroll
-  for (int r = 0; r < RowAnswers::kKeys; ++r)
+  for (int r = 0; r < kKeys / 2; ++r)
     answers.Write(32 * r + lane, KeyIndex(keys[r]), KeyLogit(keys[r]), result);
+}
+
+// Adds to `above` the key > mine, by the borrow of mine - key.
+__device__ inline void CountAbove(Key key, Key mine, int& above) {
+  int borrow;
+  asm("{\n\t"
+      ".reg .u32 low;\n\t"
+      "sub.cc.u32 low, %1, %3;\n\t"
+      "subc.cc.u32 low, %2, %4;\n\t"
+      "subc.u32 %0, 0, 0;\n\t"
+      "}"
+      : "=r"(borrow)
+      : "r"(static_cast<uint32_t>(mine)), "r"(static_cast<uint32_t>(mine >> 32)),
+        "r"(static_cast<uint32_t>(key)), "r"(static_cast<uint32_t>(key >> 32)));
+  above -= borrow;
+}
+__device__ inline void CountAbove(uint32_t key, uint32_t mine, int& above) { above += key > mine; }
+
+// Writes the k largest of the n keys of a pool, at most 32, which zeros follow: each is compared with all.
+template <class Shape>
+__device__ __forceinline__ void EmitRanked(const typename Shape::Warp& s, int n,
+                                           const RowAnswers& answers, const RowResult& result,
+                                           int lane) {
+  using PoolKey = typename Shape::PoolKey;
+  const PoolKey mine = s.pool[lane];
+  int rank = 0;
+#pragma unroll 1
+  for (int j = 0; j < n; j += 4) {
+    PoolKey keys[4];
+    if constexpr (sizeof(PoolKey) == 8) {
+      const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(s.pool + j);
+      keys[0] = pairs[0].x, keys[1] = pairs[0].y, keys[2] = pairs[1].x, keys[3] = pairs[1].y;
+    } else {
+      const uint4 four = *reinterpret_cast<const uint4*>(s.pool + j);
+      keys[0] = four.x, keys[1] = four.y, keys[2] = four.z, keys[3] = four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) CountAbove(keys[i], mine, rank);
+  }
+  if (lane >= n || mine == 0) return;
+  if constexpr (sizeof(PoolKey) == 8) {
+    answers.Write(rank, KeyIndex(mine), KeyLogit(mine), result);
+  } else {
+    answers.Write(rank, 0xffff - static_cast<int32_t>(mine & 0xffff),
+                  PoolKeyLogit<typename Shape::Element>(mine), result);
+  }
 }
 
 // The logits of a pool, as OrderedBits.
@@ -442,15 +551,15 @@ __device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange r
     for (int r = 0; r < kKeys; ++r) keys[r] = s.pool[32 * r + lane];
     SortOverWarp(keys, directions);
 #pragma unroll
-    for (int r = 0; r < std::min(kKeys, RowAnswers::kKeys); ++r) {
+    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
       answers.Write(32 * r + lane, 0xffff - static_cast<int32_t>(keys[r] & 0xffff),
                     PoolKeyLogit<T>(keys[r]), result);
     }
   } else {
-    // The upper 25 bits of what a logit is above the lowest, and the place in the pool. Where neighbours
-    // in that order agree in those bits, it may not be the right one.
-    constexpr int kPlaceBits = 7;
-    static_assert(kShortRowPool == 1 << kPlaceBits);
+    // The upper bits of what a logit is above the lowest, and the place in the pool. Where neighbours in
+    // that order agree in those bits, it may not be the right one.
+    constexpr int kPlaceBits = std::bit_width(static_cast<unsigned>(Shape::kPool)) - 1;
+    static_assert(Shape::kPool == 1 << kPlaceBits);
     const int shift = max(0, kPlaceBits - __clz(range.high - range.low));
 #pragma unroll
     for (int r = 0; r < kKeys; ++r) {
@@ -463,7 +572,7 @@ __device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange r
     SortOverWarp(keys, directions);
     bool equal = false;
 #pragma unroll
-    for (int r = 0; r < std::min(kKeys, RowAnswers::kKeys); ++r) {
+    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
       // Lane 31 compares with the next 32's first.
       uint32_t next = r + 1 < kKeys && lane == 0 ? keys[r + 1 < kKeys ? r + 1 : r] : keys[r];
       next = __shfl_sync(kFullWarp, next, (lane + 1) % 32);
@@ -471,209 +580,18 @@ __device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange r
       equal |= has_next && 32 * r + lane < answers.k && (next ^ keys[r]) < 1u << kPlaceBits;
     }
     if (__any_sync(kFullWarp, equal)) {
-      for (int at = 32 * kKeys + lane; at < kShortRowPool; at += 32) s.pool[at] = 0;
+      for (int at = 32 * kKeys + lane; at < Shape::kPool; at += 32) s.pool[at] = 0;
       __syncwarp();
-      return EmitByKeys(s.pool, answers, result, directions, lane);
+      return EmitByKeys<Shape::kPool>(s.pool, answers, result, directions, lane);
     }
 #pragma unroll
-    for (int r = 0; r < std::min(kKeys, RowAnswers::kKeys); ++r) {
-      const Key key = s.pool[keys[r] % kShortRowPool];
+    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
+      const Key key = s.pool[keys[r] % Shape::kPool];
       answers.Write(32 * r + lane, KeyIndex(key), KeyLogit(key), result);
     }
   }
 }
 
-// ---- a warp's rows -----------------------------------------------------------------------------
-
-// The warp's rows, one after the other: the copy of the next one, and its parameters, are under way
-// while the present one's answers are ranked.
-template <class Shape>
-class ShortRows {
- public:
-  using T = typename Shape::Element;
-
-  __device__ ShortRows(const TopKParams& p, typename Shape::Shared& s, int warp, int lane)
-      : p_(p),
-        s_(s),
-        lane_(lane),
-        ring_(s.OfWarp(warp, p.cells).OfRing(p.cells), lane),
-        turn_(warp) {
-    if (threadIdx.x == 0) s.next_turn = blockDim.x / 32;
-    Start();
-    __syncthreads();
-  }
-
-  __device__ uint32_t turn() const { return turn_; }
-  __device__ int64_t row() const { return RowOfTurn(turn_); }
-  __device__ bool Done() const { return row() >= p_.args.logits.rows; }
-  __device__ const SoftmaxTopKRow& ask() const { return ask_; }
-  __device__ const T* logits() const { return p_.Row<T>(row()); }
-  __device__ typename Shape::Ring& ring() { return ring_; }
-  __device__ RowInShared<Shape> in_shared() { return {ring_.Row(logits())}; }
-
-  // Loads the row's next cell, which begins at `first`.
-  __device__ void Next(int first, LaneCell<T>& x) {
-    ring_.PopQuarters(logits() + first, p_.vocab - first, x);
-    ring_.PushNothing();
-  }
-  // The same where only the cell's first quarter is in the row.
-  __device__ void NextQuarter(int first, LaneCell<T>& x) {
-    ring_.PopQuarter(logits() + first, p_.vocab - first, x);
-    ring_.PushNothing();
-  }
-  // Ends the row: its shared memory is free.
-  __device__ void Advance() {
-    __syncwarp();
-    if (lane_ == 0) turn_ = atomicAdd(&s_.next_turn, 1u);
-    turn_ = __shfl_sync(kFullWarp, turn_, 0);
-    Start();
-  }
-
- private:
-  __device__ void Start() {
-    if (Done()) return;
-    ring_.PushRow(logits(), p_.vocab);
-    ask_ = p_.args.rows[row()];
-  }
-
-  const TopKParams& p_;
-  typename Shape::Shared& s_;
-  const int lane_;
-  typename Shape::Ring ring_;
-  uint32_t turn_;
-  SoftmaxTopKRow ask_;
-};
-
-// What a lane knows of a row that the warp has read.
-struct ReadRow {
-  Stats cell;       // of the cell with the lane's number
-  float lane_best;  // the largest logit the lane has seen
-  float row_max;    // the row's
-};
-
-// Reads the row: leaves its sketch.
-template <class Shape>
-__device__ __forceinline__ ReadRow ReadShortRow(ShortRows<Shape>& rows, int vocab,
-                                                float log2e_over_temperature,
-                                                typename Shape::Warp& s, int lane) {
-  using T = typename Shape::Element;
-  ReadRow row{{-kInfinity, 0.0f}, -kInfinity, -kInfinity};
-  // A cell's lanes are merged a turn late, as in RowStream::Run.
-  Stats late{-kInfinity, 0.0f};
-  const auto merge_late = [&](int c) {
-    const Stats stats = MergeLanes(late, log2e_over_temperature);
-    if (lane == c) row.cell = stats;
-    row.row_max = fmaxf(row.row_max, stats.max);
-  };
-  int c = 0;
-#pragma unroll 1
-  for (; vocab - c * kCell > kQuarter; ++c) {
-    LaneCell<T> x;
-    rows.Next(c * kCell, x);
-    if (c > 0) merge_late(c - 1);
-    float lane_max;
-    s.sketch[c][lane] = SketchOfLane<typename Shape::Pool>(x, lane_max);
-    late = LaneStats(x, lane_max, log2e_over_temperature);
-    row.lane_best = fmaxf(row.lane_best, lane_max);
-  }
-  if (c * kCell < vocab) {  // a cell of which there is little
-    LaneCell<T> x;
-    rows.NextQuarter(c * kCell, x);
-    if (c > 0) merge_late(c - 1);
-    float group_max[Shape::Pool::kLaneGroups];
-    for (float& max : group_max) max = -kInfinity;
-    group_max[0] = x.Max(0, kSumElements);
-    s.sketch[c][lane] = PackSketch<typename Shape::Pool>(group_max);
-    late = LaneStatsOfQuarter(x, group_max[0], log2e_over_temperature);
-    row.lane_best = fmaxf(row.lane_best, group_max[0]);
-    ++c;
-  }
-  merge_late(c - 1);
-  return row;
-}
-
-// The row's statistics, with the bits of MergeCells: a lane has a cell.
-template <class Shape>
-__device__ __forceinline__ Stats MergeShortRow(const ReadRow& row, float log2e_over_temperature) {
-  const Exponential exponential(row.row_max, log2e_over_temperature);
-  float sum = row.cell.max == -kInfinity
-                  ? row.cell.sum
-                  : __fmul_rn(row.cell.sum, exponential.Factor(row.cell.max));
-#pragma unroll
-  for (int offset = std::bit_ceil(static_cast<unsigned>(Shape::kCells)) / 2; offset > 0;
-       offset /= 2)
-    sum += __shfl_xor_sync(kFullWarp, sum, offset);
-  return {row.row_max, __shfl_sync(kFullWarp, sum, 0)};
-}
-
-template <class Shape>
-__global__ void __launch_bounds__(Shape::kMostThreads, 1)
-    ShortRowKernel(const __grid_constant__ TopKParams p) {
-  using T = typename Shape::Element;
-  extern __shared__ __align__(128) uint4 dynamic[];
-  typename Shape::Shared& shared = *reinterpret_cast<typename Shape::Shared*>(dynamic);
-  const int lane = threadIdx.x & 31;
-  const int warp = threadIdx.x >> 5;
-  typename Shape::Warp& s = shared.OfWarp(warp, p.cells);
-  ShortRows<Shape> rows(p, shared, warp, lane);
-  using Ended = EndedRows<kShortRowsEnded>;
-  Ended ended(p, s.ended, lane);
-  const uint32_t directions = SortDirections(lane);
-  float temperature = 0.0f;  // what the next one, and the warp's, are of
-  float log2e_over_temperature = 0.0f;
-#pragma unroll 1
-  while (!rows.Done()) {
-    const SoftmaxTopKRow ask = rows.ask();
-    if (ask.k == 0) {
-      WaitAsync<0>();
-      rows.Advance();
-      continue;
-    }
-    if (ask.temperature != temperature) {
-      temperature = ask.temperature;
-      log2e_over_temperature = kLog2E / temperature;
-      if (lane == 0) s.log2e_over_temperature = RowResult::Log2EOver(temperature);
-    }
-    const ReadRow row = ReadShortRow<Shape>(rows, p.vocab, log2e_over_temperature, s, lane);
-    RowResult result(MergeShortRow<Shape>(row, log2e_over_temperature), log2e_over_temperature,
-                     /*exactly=*/0.0);
-    ended.Reserve();
-    ended.Set(result.Nan() ? Ended::Nothing() : result.stats, rows.turn());
-    if (result.Nan()) {
-      WriteRow<T>(p, rows.row(), ask, result, lane,
-                  [=](int c) { return __shfl_sync(kFullWarp, isnan(row.cell.sum), c); });
-      if (!p.statistics_only) EmitNothing(p.args, ask, lane, 32);
-    }
-    if (p.statistics_only || result.Nan()) {
-      rows.Advance();
-      continue;
-    }
-
-    const uint32_t floor = CoarseFloor<Shape>(row.lane_best, ask.k, p.cells, s, lane);
-    int n = ListPlacesOfRow<Shape>(rows.ring(), rows.logits(), p.vocab, floor, s, lane);
-    if (n <= kShortRowPool) {
-      KeysOfPlaces<Shape>(rows.in_shared(), p.vocab, n, s, lane);
-    } else {
-      n = FillByHalving<Shape>(rows.in_shared(), p.vocab, ask.k, LowestOf(floor),
-                               OrderedBits(row.row_max), s, lane);
-    }
-    rows.Advance();
-    const RowAnswers answers{ask.k, p.args.indices + ask.first_entry,
-                             p.args.probs + ask.first_entry};
-    const LogitRange range{LowestOf(floor), OrderedBits(row.row_max)};
-    result.log2e_over_temperature = s.log2e_over_temperature;
-    if (n <= 32) {
-      EmitSorted<1, Shape>(s, range, answers, result, directions, lane);
-    } else if (n <= 64) {
-      EmitSorted<2, Shape>(s, range, answers, result, directions, lane);
-    } else {
-      EmitSorted<kShortRowPool / 32, Shape>(s, range, answers, result, directions, lane);
-    }
-  }
-  WaitAsync<0>();
-  ended.Write();
-}
-
 }  // namespace logitd::cuda
 
-#endif  // LOGITD_KERNELS_CUDA_SAMPLING_TOPK_SHORT_CUH_
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_TOPK_CANDIDATES_CUH_

@@ -1,0 +1,197 @@
+// The skeleton of ops on rows: a block, or a cluster of blocks, reads a row once; each cell leaves a
+// few numbers, which one warp merges in the cells' order.
+//
+// An op says what it computes; the skeleton cuts rows, reads them and launches. An op is a struct that a
+// kernel builds for a row:
+//
+//   struct Op {
+//     using Element = ...;                      // of the logits
+//     struct Params { TensorView logits; ... }; // Op::Logits(params) where they are elsewhere
+//     using Cell = ...;                         // what a cell leaves, some numbers
+//     Op(const Params&, int64_t row);           // loads what the row asks, before its copies begin
+//     bool Active() const;                      // false: nothing is read or written
+//     Cell Add(const LaneCell<Element>&, int first, int end, int lane) const;
+//     void Finish(const Params&, int64_t row, const Cell* cells, int count, int lane) const;
+//   };
+//
+// Add sums the cell at `first` of a row that ends at `end`, where elements after the end are -inf; it is
+// the same in every lane. Finish is by one warp. Cells are merged in one order that depends only on their
+// number (MergeCells), so a row's bits never depend on the plan. examples/row_entropy is such an op.
+//
+// An op may have more: `Read`, a loop of its own in place of Add; kTops and Tops(), where it selects a
+// row's largest tokens, which then are in the pool of the block; FinishBlock, by all threads, in place of
+// Finish; Shared, memory between them. softmax_topk and cross_entropy are such ops.
+#ifndef LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
+#define LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
+
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/rows/candidates.cuh"
+#include "kernels/cuda/rows/plan.h"
+#include "kernels/cuda/rows/row_block.cuh"
+
+namespace logitd::cuda {
+
+// What ops with little to say get for the rest.
+struct RowOp {
+  static constexpr bool kTops = false;
+  struct Shared {};
+  template <class Params>
+  __host__ __device__ static const TensorView& Logits(const Params& p) {
+    return p.logits;
+  }
+};
+
+// A block's shared memory: the rings and later the pool, what the op keeps, the row's cells (of a
+// cluster in its first block), and the sketch of the block's part, only where there are tops.
+template <class Op, class Block>
+struct OpMemory {
+  static constexpr int kOpBytes =
+      std::is_empty_v<typename Op::Shared> ? 0 : (sizeof(typename Op::Shared) + 15) / 16 * 16;
+
+  typename Block::Shared& shared;
+  typename Op::Shared& of_op;
+  typename Op::Cell* cells;
+  typename Block::Pool::Sketch* sketch;  // [cells of the block, 32]
+
+  // Of the block's Shared.
+  __host__ __device__ static constexpr int SharedBytes(int warps) {
+    return static_cast<int>(sizeof(typename Block::Shared)) * (Block::kAnyWarps ? warps : 1);
+  }
+  __device__ static OpMemory Of(int row_cells) {
+    extern __shared__ __align__(128) uint4 dynamic[];
+    char* begin = reinterpret_cast<char*>(dynamic);
+    char* of_op = begin + SharedBytes(static_cast<int>(blockDim.x) / 32);
+    char* cells = of_op + kOpBytes;
+    const int cell_bytes = row_cells * static_cast<int>(sizeof(typename Op::Cell));
+    return {*reinterpret_cast<typename Block::Shared*>(begin),
+            *reinterpret_cast<typename Op::Shared*>(of_op),
+            reinterpret_cast<typename Op::Cell*>(cells),
+            reinterpret_cast<typename Block::Pool::Sketch*>(cells + (cell_bytes + 15) / 16 * 16)};
+  }
+};
+
+// Reads the block's part of a row: leaves what each cell adds. Returns the largest logit the lane has
+// seen, where the op needs it.
+template <class Block, class Op>
+__device__ __forceinline__ float ReadPart(Op& op, RowStream<Block>& stream, int end,
+                                          typename Op::Cell* cells,
+                                          typename Block::Pool::Sketch* sketch) {
+  if constexpr (requires { op.template Read<Block>(stream, end, cells, sketch); }) {
+    return op.template Read<Block>(stream, end, cells, sketch);
+  } else {
+    const int lane = threadIdx.x % 32;
+    LaneCell<typename Op::Element> x;
+#pragma unroll 1
+    while (stream.Next(x)) {
+      const int first = stream.first();
+      stream.Release();
+      const typename Op::Cell cell = op.Add(x, first, end, lane);
+      if (lane == 0) cells[first / kCell] = cell;
+    }
+    return 0;
+  }
+}
+
+template <class Op, class Block>
+__global__ void __launch_bounds__(Block::kThreads, Block::kResident)
+    RowKernel(const __grid_constant__ typename Op::Params p, int blocks) {
+  using T = typename Op::Element;
+  const bool in_cluster = Block::kCluster && blocks > 1;
+  if (in_cluster) ClusterArriveEmpty();
+  AwaitEarlierKernels();
+  const TensorView& logits = Op::Logits(p);
+  const int vocab = static_cast<int>(logits.cols);
+  const int row_cells = CellsOf(vocab);
+  const auto memory = OpMemory<Op, Block>::Of(row_cells);
+  const int64_t r = Block::kCluster ? blockIdx.x / blocks : blockIdx.x;
+  const Part part = Block::kCluster ? Part::Of(static_cast<int>(blockIdx.x - r * blocks), blocks,
+                                               row_cells, vocab)
+                                    : Part{0, 1, 0, vocab, vocab};
+  const T* row = static_cast<const T*>(logits.data) + r * logits.row_stride;
+
+  // Requested before the copies begin, or it arrives after all of them. Used once they are under way.
+  Op op(p, r);
+  RowStream<Block> stream(memory.shared, row, part.begin, part.end);
+  if (in_cluster) ClusterWait();  // all blocks have begun: their memory is there
+  if (!op.Active()) return stream.Abandon();
+  typename Op::Cell* row_cells_at = memory.cells;
+  if (in_cluster) row_cells_at = InBlock(memory.cells, 0);
+  const float lane_best = ReadPart<Block>(op, stream, part.end, row_cells_at, memory.sketch);
+  __syncthreads();  // from here on the rings' memory is the pool's
+
+  bool has_met = false;
+  if constexpr (Op::kTops) {
+    if (const int tops = op.Tops(); tops > 0) {
+      GatherRow<Block>(row, part, memory.sketch, lane_best, tops, memory.shared);
+      has_met = true;
+    }
+  }
+  if (in_cluster) {
+    if (!has_met) {
+      ClusterArrive();
+      ClusterWait();
+    }
+    if (part.block != 0) return;
+  }
+  if constexpr (requires { op.template FinishBlock<Block>(p, r, row, memory); }) {
+    op.template FinishBlock<Block>(p, r, row, memory);
+  } else if (threadIdx.x < 32) {
+    op.Finish(p, r, memory.cells, row_cells, static_cast<int>(threadIdx.x));
+  }
+}
+
+// A form of RowKernel<Op, Block>, with blocks of `warps` warps.
+template <class Op, class Block>
+constexpr RowForm FormOf(int warps, int most_blocks, CostOf cost) {
+  return {
+      .warps = warps,
+      .resident = Block::kAnyWarps ? Block::kThreads / 32 / warps : Block::kResident,
+      .most_blocks = most_blocks,
+      .fixed_bytes = OpMemory<Op, Block>::SharedBytes(warps) + OpMemory<Op, Block>::kOpBytes + 16,
+      .row_cell_bytes = sizeof(typename Op::Cell),
+      .part_cell_bytes =
+          Op::kTops ? static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)) : 0,
+      .cost = cost};
+}
+// Of a block whose shape says how many warps it has.
+template <class Op, class Block>
+constexpr RowForm FormOf(CostOf cost) {
+  return FormOf<Op, Block>(Block::kWarps, Block::kCluster ? kMaxClusterBlocks : 1, cost);
+}
+
+// How ops that select nothing read: 24 warps a multiprocessor of 16-bit rows, 16 of f32.
+template <class T>
+using RowStreams = StreamShape<T, sizeof(T) == 4 ? 16 : 24, sizeof(T) == 4 ? 2 : 3>;
+constexpr int kManyRowsWarps = 4;
+constexpr int kFewRowsWarps = 16;
+
+template <class Op, class Block>
+cudaError_t LaunchRowKernel(const typename Op::Params& p, const RowsPlan& plan,
+                            const Scratch& scratch, cudaStream_t stream) {
+  return LaunchKernel(&RowKernel<Op, Block>, ShapeOfTeams(Op::Logits(p).rows, plan, scratch),
+                      stream, p, plan.blocks);
+}
+
+// Enqueues a simple op for all rows.
+template <class Op>
+cudaError_t RunRows(const typename Op::Params& p, const Scratch& scratch, cudaStream_t stream) {
+  using T = typename Op::Element;
+  using Block = RowStreams<T>;
+  constexpr RowForm kForms[] = {
+      FormOf<Op, Block>(kFewRowsWarps, kMaxClusterBlocks, CostOf::kSimpleFewRows),
+      FormOf<Op, Block>(kManyRowsWarps, 1, CostOf::kSimpleManyRows),
+  };
+  const TensorView& logits = Op::Logits(p);
+  if (logits.rows == 0) return cudaSuccess;
+  const RowsPlan plan = PlanRows({.rows = logits.rows,
+                                  .cells = CellsOf(static_cast<int>(logits.cols)),
+                                  .row_bytes = static_cast<float>(logits.cols * sizeof(T)),
+                                  .wide = sizeof(T) == 4},
+                                 kForms, scratch);
+  if (plan.form < 0) return cudaErrorNotSupported;
+  return LaunchRowKernel<Op, Block>(p, plan, scratch, stream);
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
