@@ -467,14 +467,9 @@ struct LossForm {
   RowForm rows;
 };
 
-template <class T>
-constexpr LossForm BlockForm(int warps, int most_blocks, CostOf cost) {
-  using Op = LossOp<T, false>;
-  return {&LaunchRowKernel<Op, RowStreams<T>>, FormOf<Op, RowStreams<T>>(warps, most_blocks, cost)};
-}
-template <class T, class Block>
-constexpr LossForm TopForm(CostOf cost) {
-  return {&LaunchRowKernel<LossOp<T, true>, Block>, FormOf<LossOp<T, true>, Block>(cost)};
+template <class T, bool kTop, class Block>
+constexpr LossForm BlockForm(CostOf cost) {
+  return {&LaunchRowKernel<LossOp<T, kTop>, Block>, FormOf<LossOp<T, kTop>, Block>(cost)};
 }
 template <class T, int kCells>
 constexpr LossForm ShortForm(CostOf cost) {
@@ -495,13 +490,13 @@ constexpr LossForm kForms[] = {
     // f32 rows gain nothing by the next two: the form before once more.
     ShortForm<T, kWide<T> ? 8 : 4>(kWide<T> ? CostOf::kLoss8 : CostOf::kLoss4),
     ShortForm<T, kWide<T> ? 8 : 16>(kWide<T> ? CostOf::kLoss8 : CostOf::kLoss16),
-    BlockForm<T>(kFewRowsWarps, kMaxClusterBlocks, CostOf::kLossFewRows),
-    BlockForm<T>(kManyRowsWarps, 1, CostOf::kLossManyRows),
+    BlockForm<T, false, FewRowsStream<T>>(CostOf::kLossFewRows),
+    BlockForm<T, false, ManyRowsStream<T>>(CostOf::kLossManyRows),
 };
 template <class T>
 constexpr LossForm kTopForms[] = {
-    TopForm<T, BlockShape<T, SmallPool, 16, 2, 1, true>>(CostOf::kLossTopsFewRows),
-    TopForm<T, BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 6>>(CostOf::kLossTopsManyRows),
+    BlockForm<T, true, BlockShape<T, SmallPool, 16, 2, 1, true>>(CostOf::kLossTopsFewRows),
+    BlockForm<T, true, BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 6>>(CostOf::kLossTopsManyRows),
 };
 
 }  // namespace

@@ -54,7 +54,6 @@ template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int
           bool kInCluster = false>
 struct BlockShape {
   static constexpr bool kCluster = kInCluster;
-  static constexpr bool kAnyWarps = false;
   using Element = T;
   using Pool = PoolShapeOfBlock;
   using Ring = CellRing<T, kRingStages>;
@@ -63,7 +62,7 @@ struct BlockShape {
   static constexpr int kStages = kRingStages;
   static constexpr int kResident = kResidentBlocks;  // per multiprocessor
   struct Shared {
-    union {  // the rings' memory, which comes first, is the pool's once the row has been read
+    union {  // the ring's memory is the pool's once the row has been read
       typename Ring::Storage rings[kWarps];
       typename Pool::Shared pool;
     };
@@ -83,20 +82,12 @@ __device__ inline typename Shape::Shared& Pool() {
   return *reinterpret_cast<typename Shape::Shared*>(dynamic);
 }
 
-// A block that reads a row and selects nothing: it needs no memory for a pool, and has as many warps as
-// its launch says. kMostWarps of them have registers on a multiprocessor.
-template <class T, int kMostWarps, int kRingStages>
-struct StreamShape {
-  static constexpr bool kCluster = true;
-  static constexpr bool kAnyWarps = true;
-  using Element = T;
-  using Pool = SmallPool;
-  using Ring = CellRing<T, kRingStages>;
-  static constexpr int kStages = kRingStages;
-  static constexpr int kThreads = kMostWarps * 32;
-  static constexpr int kResident = 1;
+// A block that reads a row and selects nothing: it needs no memory for a pool.
+template <class T, int kBlockWarps, int kRingStages, int kResidentBlocks, bool kInCluster = false>
+struct StreamShape
+    : BlockShape<T, SmallPool, kBlockWarps, kRingStages, kResidentBlocks, kInCluster> {
   struct Shared {
-    typename Ring::Storage ring;  // of the first warp; those of the others follow
+    typename CellRing<T, kRingStages>::Storage rings[kBlockWarps];
   };
 };
 
@@ -227,8 +218,7 @@ class RowStream {
   using Pool = typename Block::Pool;
 
   __device__ RowStream(typename Block::Shared& shared, const T* row, int begin, int end)
-      : ring_(reinterpret_cast<typename Block::Ring::Storage*>(&shared)[threadIdx.x / 32],
-              threadIdx.x % 32),
+      : ring_(shared.rings[threadIdx.x / 32], threadIdx.x % 32),
         lane_(threadIdx.x % 32),
         at_(begin + static_cast<int>(threadIdx.x) / 32 * kCell),
         end_(end),
@@ -261,7 +251,7 @@ class RowStream {
     };
     typename Pool::Sketch* sketch_to = sketch + threadIdx.x;
 #pragma unroll 1
-    for (int first = at_; first < end_; first += Round()) {
+    for (int first = at_; first < end_; first += kRound) {
       LaneCell<T> x;
       ring_.Pop(row_ + first, end_ - first, x);
       Push();
@@ -296,7 +286,7 @@ class RowStream {
   __device__ int first() const { return at_; }  // element of the row
   __device__ T* InShared() { return ring_.Cell(row_ + at_); }
   __device__ void Release() {
-    at_ += Round();
+    at_ += kRound;
     Push();
   }
 
@@ -304,18 +294,13 @@ class RowStream {
   __device__ void Abandon() { WaitAsync<0>(); }
 
  private:
-  __device__ static int Round() {
-    if constexpr (Block::kAnyWarps)
-      return static_cast<int>(blockDim.x) / 32 * kCell;
-    else
-      return Block::kWarps * kCell;
-  }
+  static constexpr int kRound = Block::kWarps * kCell;
 
   __device__ void Push() {
     if (left_ <= 0) return ring_.PushNothing();
     ring_.Push(ahead_, left_);
-    ahead_ += Round();
-    left_ -= Round();
+    ahead_ += kRound;
+    left_ -= kRound;
   }
 
   typename Block::Ring ring_;

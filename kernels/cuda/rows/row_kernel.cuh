@@ -47,20 +47,17 @@ template <class Op, class Block>
 struct OpMemory {
   static constexpr int kOpBytes =
       std::is_empty_v<typename Op::Shared> ? 0 : (sizeof(typename Op::Shared) + 15) / 16 * 16;
+  static constexpr int kFixedBytes = sizeof(typename Block::Shared) + kOpBytes + 16;
 
   typename Block::Shared& shared;
   typename Op::Shared& of_op;
   typename Op::Cell* cells;
   typename Block::Pool::Sketch* sketch;  // [cells of the block, 32]
 
-  // Of the block's Shared.
-  __host__ __device__ static constexpr int SharedBytes(int warps) {
-    return static_cast<int>(sizeof(typename Block::Shared)) * (Block::kAnyWarps ? warps : 1);
-  }
   __device__ static OpMemory Of(int row_cells) {
     extern __shared__ __align__(128) uint4 dynamic[];
     char* begin = reinterpret_cast<char*>(dynamic);
-    char* of_op = begin + SharedBytes(static_cast<int>(blockDim.x) / 32);
+    char* of_op = begin + sizeof(typename Block::Shared);
     char* cells = of_op + kOpBytes;
     const int cell_bytes = row_cells * static_cast<int>(sizeof(typename Op::Cell));
     return {*reinterpret_cast<typename Block::Shared*>(begin),
@@ -140,30 +137,24 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   }
 }
 
-// A form of RowKernel<Op, Block>, with blocks of `warps` warps.
-template <class Op, class Block>
-constexpr RowForm FormOf(int warps, int most_blocks, CostOf cost) {
-  return {
-      .warps = warps,
-      .resident = Block::kAnyWarps ? Block::kThreads / 32 / warps : Block::kResident,
-      .most_blocks = most_blocks,
-      .fixed_bytes = OpMemory<Op, Block>::SharedBytes(warps) + OpMemory<Op, Block>::kOpBytes + 16,
-      .row_cell_bytes = sizeof(typename Op::Cell),
-      .part_cell_bytes =
-          Op::kTops ? static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)) : 0,
-      .cost = cost};
-}
-// Of a block whose shape says how many warps it has.
+// The form of RowKernel<Op, Block>.
 template <class Op, class Block>
 constexpr RowForm FormOf(CostOf cost) {
-  return FormOf<Op, Block>(Block::kWarps, Block::kCluster ? kMaxClusterBlocks : 1, cost);
+  return {.warps = Block::kWarps,
+          .resident = Block::kResident,
+          .most_blocks = Block::kCluster ? kMaxClusterBlocks : 1,
+          .fixed_bytes = OpMemory<Op, Block>::kFixedBytes,
+          .row_cell_bytes = sizeof(typename Op::Cell),
+          .part_cell_bytes =
+              Op::kTops ? static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)) : 0,
+          .cost = cost};
 }
 
-// How ops that select nothing read: 24 warps a multiprocessor of 16-bit rows, 16 of f32.
+// How ops that select nothing read few rows, and many.
 template <class T>
-using RowStreams = StreamShape<T, sizeof(T) == 4 ? 16 : 24, sizeof(T) == 4 ? 2 : 3>;
-constexpr int kManyRowsWarps = 4;
-constexpr int kFewRowsWarps = 16;
+using FewRowsStream = StreamShape<T, 16, 2, 1, true>;
+template <class T>
+using ManyRowsStream = StreamShape<T, 4, sizeof(T) == 4 ? 2 : 3, sizeof(T) == 4 ? 4 : 6>;
 
 template <class Op, class Block>
 cudaError_t LaunchRowKernel(const typename Op::Params& p, const RowsPlan& plan,
@@ -176,11 +167,10 @@ cudaError_t LaunchRowKernel(const typename Op::Params& p, const RowsPlan& plan,
 template <class Op>
 cudaError_t RunRows(const typename Op::Params& p, const Scratch& scratch, cudaStream_t stream) {
   using T = typename Op::Element;
-  using Block = RowStreams<T>;
-  constexpr RowForm kForms[] = {
-      FormOf<Op, Block>(kFewRowsWarps, kMaxClusterBlocks, CostOf::kSimpleFewRows),
-      FormOf<Op, Block>(kManyRowsWarps, 1, CostOf::kSimpleManyRows),
-  };
+  using Few = FewRowsStream<T>;
+  using Many = ManyRowsStream<T>;
+  constexpr RowForm kForms[] = {FormOf<Op, Few>(CostOf::kSimpleFewRows),
+                                FormOf<Op, Many>(CostOf::kSimpleManyRows)};
   const TensorView& logits = Op::Logits(p);
   if (logits.rows == 0) return cudaSuccess;
   const RowsPlan plan = PlanRows({.rows = logits.rows,
@@ -189,7 +179,8 @@ cudaError_t RunRows(const typename Op::Params& p, const Scratch& scratch, cudaSt
                                   .wide = sizeof(T) == 4},
                                  kForms, scratch);
   if (plan.form < 0) return cudaErrorNotSupported;
-  return LaunchRowKernel<Op, Block>(p, plan, scratch, stream);
+  return plan.form == 0 ? LaunchRowKernel<Op, Few>(p, plan, scratch, stream)
+                        : LaunchRowKernel<Op, Many>(p, plan, scratch, stream);
 }
 
 }  // namespace logitd::cuda

@@ -84,7 +84,7 @@ struct ShortRowShape {
 template <class Shape>
 struct RowInShared {
   using T = typename Shape::Element;
-  const T* first;
+  const T* first;  // of a row of one cell, its own place
   __device__ float operator[](int i) const { return ToFloat(*At<T>(i)); }
   // The bits of a 16-bit element.
   __device__ uint32_t Bits(int i) const { return *At<uint16_t>(i); }
@@ -92,6 +92,7 @@ struct RowInShared {
  private:
   template <class As>
   __device__ const As* At(int i) const {
+    if constexpr (Shape::kHeld) return reinterpret_cast<const As*>(first) + i;
     const char* cell = reinterpret_cast<const char*>(first) + i / kCell * Shape::Ring::kCellBytes;
     return reinterpret_cast<const As*>(cell) + i % kCell;
   }
@@ -353,8 +354,8 @@ __device__ __forceinline__ void KeysOfPlaces(RowInShared<Shape> row, int vocab, 
     typename Shape::PoolKey key = 0;
     if (at < n) {
       const uint32_t place = s.places[at];
-      const int i = static_cast<int>(place >> 10) * kCell +
-                    ReachedIndex<typename Shape::Element>(place & 1023);
+      const int cell = Shape::kHeld ? 0 : static_cast<int>(place >> 10) * kCell;
+      const int i = cell + ReachedIndex<typename Shape::Element>(place & 1023);
       if (i < vocab) key = PoolKeyOf<Shape>(row, i);
     }
     __syncwarp();  // the last keys take the place of the last places
