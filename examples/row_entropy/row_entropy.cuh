@@ -1,7 +1,8 @@
 // row_entropy: the entropy of softmax(row), in nats, of every row. A new op on rows, as CONTRIBUTING.md
 // describes it.
 //
-// Cost: reads rows * vocab * sizeof(T) once. bench.cu prints its share of one read.
+// Cost: reads rows * vocab * sizeof(T) once. On an H200, 8192 x 128256: bf16 478 us, 97% of one read, f32
+// 934 us, 99% (bench/results/h200/rows.json; row_entropy_gpu_test prints it).
 #ifndef LOGITD_EXAMPLES_ROW_ENTROPY_ROW_ENTROPY_CUH_
 #define LOGITD_EXAMPLES_ROW_ENTROPY_ROW_ENTROPY_CUH_
 

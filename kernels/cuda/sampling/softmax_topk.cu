@@ -10,8 +10,8 @@
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 // Limited by: HBM while a row is read; then by the chain of latencies that ends a row (floor, second
 // look, rank, merge), which other blocks hide only in part; short rows by instructions.
-// Measured: bench/results/h200/kernels.json. Dropped: a pool inside the loop; persistent blocks; two cells
-// at once in a warp; rows split over blocks that meet in device memory.
+// Measured on an H200 (bench/results/h200/rows.json), of one read: 512 x 131072 k 64 f32 81%, bf16 67%;
+// 65536 x 1000 f32 k 10 75%. Dropped: a pool inside the loop; blocks that meet in device memory.
 #include <array>
 #include <span>
 
