@@ -2,31 +2,15 @@
 // write.
 //
 // Rows are dealt out as in attention_softmax.cu: lanes up to 512 keys (768 where rows are not whole
-// vectors), a block, a cluster, two reads. A dy that is not finite must not count where y is 0.
-// Such a dy makes the sum NaN. So rows are summed without a look at y, and only a row whose sum is
-// NaN is summed again. For the sinks' gradient (sink_gradient.cu) rows leave sum y dy in scratch,
-// 2^24 rows at a time.
+// vectors), a block, a cluster, two reads. A dy that is not finite must not count where y is 0. Such a
+// dy makes the sum NaN. So rows are summed without a look at y, and only a row whose sum is NaN is
+// summed again. For the sinks' gradient (sink_gradient.cu) rows leave sum y dy in scratch.
 //
-// Cost: reads y and dy where the queries see, writes all keys.
-// Measured on an H200 (bench/results/h200/kernels.json), in percent of those bytes at the rate of a
-// plain copy of the same run (3.94 TB/s; two reads to a write go faster than a copy):
-//
-//   bf16, keys        64 1024 4096 16384
-//   unmasked          94  108  110   109
-//   causal                 98  103   105
-//   f32                        110
-//   off alignment 88 (1023 keys)
-//
-// On an H100 (bench/results/h100/attention_odd.json), bf16, 1024 matrices of 129 and 257 keys, 128 of 513
-// and 1025, before and with words and lengths of their own:
-//
-//   keys              129      257      513     1025
-//   unmasked        60 92   78 105   77 102  100 107
-//   causal          42 68    57 82    49 84    93 97
-//
-// Limited by: HBM.
-// Tried and dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler kept
-// y and dy unpacked for their second use, and spilled); 16 elements for all rows (16384 keys 86%).
+// Cost: reads y and dy where the queries see, writes all keys; floor: those bytes at a plain copy's
+// rate. H200, bf16: unmasked 94 to 110%, causal 98 to 105%, off alignment 88 to 104%
+// (bench/results/h200/kernels.json; two reads to a write go faster than a copy). Limited by: HBM.
+// Dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler spilled), 16 for
+// all rows (16384 keys 86%); rows off alignment through shared memory (4 to 14% slower).
 #include <algorithm>
 
 #include "absl/types/span.h"
@@ -379,16 +363,21 @@ constexpr int64_t kLongKeys = 2048;  // with more keys a thread holds twice as m
 // `kHeld`: elements of a thread.
 template <class In, class Out, bool kWhole, int kHeld>
 cudaError_t LaunchBlockRows(const Params& p, const Scratch& scratch, cudaStream_t stream) {
-  const BlockPlan plan = PlanHeldRows(&BlockKernel<In, Out, kWhole, kHeld, true>, p.rows.keys,
-                                      kHeld, kMaxRowThreads / 2, scratch);
-  const bool cluster = plan.blocks > 1;
-  constexpr int kHeldOfTwo = 16;  // at a time, where rows are read twice
-  const auto kernel = plan.two_reads
-                          ? (cluster ? &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, true>
-                                     : &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, false>)
-                          : (cluster ? &BlockKernel<In, Out, kWhole, kHeld, true>
-                                     : &BlockKernel<In, Out, kWhole, kHeld, false>);
-  return LaunchBlocks(kernel, plan, p, stream);
+  constexpr double kEnough = .65;  // two loads a vector: see PlanHeld()
+  const BlockPlan plan = PlanHeldRows(&BlockKernel<In, Out, kWhole, kHeld, true>,
+                                      CeilDiv(p.rows.keys, 32 * kHeld), false, kEnough, scratch);
+  if (plan.rate > 0) {
+    return LaunchBlocks(plan.blocks > 1 ? &BlockKernel<In, Out, kWhole, kHeld, true>
+                                        : &BlockKernel<In, Out, kWhole, kHeld, false>,
+                        plan, p, stream);
+  }
+  constexpr int kHeldOfTwo =
+      16;  // at a time, where rows are read twice: their bits depend on the plan
+  const bool cluster = scratch.clusters;
+  return LaunchBlocks(cluster ? &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, true>
+                              : &TwoReadsKernel<In, Out, kWhole, kHeldOfTwo, false>,
+                      {.threads = kMaxRowThreads / 2, .blocks = cluster ? kMaxClusterBlocks : 1}, p,
+                      stream);
 }
 
 template <class In, class Out, bool kWhole>

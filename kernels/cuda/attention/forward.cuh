@@ -238,6 +238,12 @@ struct ForwardVectors : ForwardLanes<In, Out, kForm, kLanes, kCount, kOneWarp> {
     }
   }
 
+  // Turns what was loaded into vectors. Logits() and MaxLogit() do it too.
+  __device__ void Align(const Params& p, const ForwardRow& row, Raw& raw) const {
+    if constexpr (!IsWhole(kForm))
+      raw.Align(p.scores.Row<const In>(row.index), Base::TurnsOf(p.rows, row));
+  }
+
   // Computes x of the vectors that the query sees a part of; -inf for keys it does not see. Returns
   // the largest.
   __device__ float Logits(const Params& p, const ForwardRow& row, Raw& raw,
@@ -381,11 +387,6 @@ struct ForwardVectors : ForwardLanes<In, Out, kForm, kLanes, kCount, kOneWarp> {
   }
 
  private:
-  __device__ void Align(const Params& p, const ForwardRow& row, Raw& raw) const {
-    if constexpr (!IsWhole(kForm))
-      raw.Align(p.scores.Row<const In>(row.index), Base::TurnsOf(p.rows, row));
-  }
-
   // Makes the compiler unpack again: it has no registers for what it would keep.
   __device__ static void Forget(Raw& raw) {
 #pragma unroll

@@ -7,6 +7,7 @@
 #ifndef LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
 #define LOGITD_KERNELS_CUDA_ATTENTION_ROW_THREADS_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -76,30 +77,42 @@ cudaError_t LaunchLanes(void (*kernel)(Params), const Params& p, cudaStream_t st
 
 // ---- rows of blocks ----------------------------------------------------------------------------
 
-// The threads of a row that is longer than a warp holds.
-struct BlockPlan {
-  int threads;     // of a block
-  int blocks;      // of a row: a cluster
-  bool two_reads;  // the row does not fit into registers
-};
-
 constexpr int kMaxRowThreads = 1024;  // of a block
 constexpr int kMaxRowWarps = kMaxRowThreads / 32;
 constexpr int kMaxRowBlocks = 16;  // of a cluster, where the device has room for so many
 
-// `per_thread`: elements that a thread holds. `most`: blocks of a row. `spread`: the most threads of
-// a block while there may be more blocks. Several blocks of a multiprocessor hide each other's
-// latencies.
-inline BlockPlan PlanBlocks(int64_t keys, int per_thread, int most, int spread) {
-  const auto threads_at = [&](int blocks) {
-    return 32 * CeilDiv(keys, int64_t{32} * per_thread * blocks);
-  };
-  int blocks = 1;
-  while (blocks < most && threads_at(blocks) > spread) blocks *= 2;
-  const int64_t threads = threads_at(blocks);
-  const bool fits = threads <= kMaxRowThreads;
-  return {
-      .threads = fits ? static_cast<int>(threads) : spread, .blocks = blocks, .two_reads = !fits};
+// The threads of a row that is longer than a warp holds: each warp holds a part of it.
+struct BlockPlan {
+  int threads;      // of a block
+  int blocks;       // of a row: a cluster
+  double rate = 0;  // as a share of a plain copy's; 0: no such threads hold the row
+};
+
+// What rates of plans depend on; measured on an H200 (attention_plans.json).
+struct BlockRates {
+  static constexpr double kMeet[] = {1, .86, .80, .70, .64};  // by log2 of a cluster's blocks
+  static constexpr double kAlone = .72;  // a block that fills its multiprocessor, where all is seen
+  static constexpr double kClear = 1.12;  // a plan of more blocks must be so much faster
+  static constexpr int kResident = 32;    // warps of a multiprocessor: registers limit them
+};
+
+// The fastest plan for rows of `parts` parts. most_blocks: of a row. `partly`: of a row only some keys
+// are seen, or blocks wait for a mask. `enough`: the share of a multiprocessor's warps that keeps its
+// memory busy. A row's bits do not depend on its number of blocks.
+inline BlockPlan PlanHeld(int64_t parts, int most_blocks, bool partly, double enough) {
+  BlockPlan best{};
+  for (int blocks = 1, log = 0; blocks <= most_blocks; blocks *= 2, ++log) {
+    const auto warps = static_cast<int>(CeilDiv(parts, blocks));
+    if (warps > kMaxRowWarps) continue;
+    const int resident = BlockRates::kResident / warps;
+    const double busy =
+        static_cast<double>(resident * parts) / (BlockRates::kResident * blocks * enough);
+    const double rate = BlockRates::kMeet[log] * std::min(1.0, busy) *
+                        (resident == 1 && !partly ? BlockRates::kAlone : 1.0);
+    if (rate > best.rate * BlockRates::kClear)
+      best = {.threads = 32 * warps, .blocks = blocks, .rate = rate};
+  }
+  return best;
 }
 
 template <class Params>
@@ -122,17 +135,15 @@ bool LargestClustersFit(void (*kernel)(Params), const Scratch& scratch) {
   return clusters > 0;
 }
 
-// The plan of rows that `kernel` holds where they have a cluster. A row has more blocks than every
-// device has room for only where it would be read twice otherwise. A row's bits do not depend on its
-// number of blocks.
+// The same for rows that `kernel` holds where they have a cluster.
 template <class Params>
-BlockPlan PlanHeldRows(void (*kernel)(Params), int64_t keys, int per_thread, int spread,
+BlockPlan PlanHeldRows(void (*kernel)(Params), int64_t parts, bool partly, double enough,
                        const Scratch& scratch) {
-  const BlockPlan plan =
-      PlanBlocks(keys, per_thread, scratch.clusters ? kMaxClusterBlocks : 1, spread);
-  if (!plan.two_reads || !scratch.clusters) return plan;
-  const BlockPlan larger = PlanBlocks(keys, per_thread, kMaxRowBlocks, spread);
-  return !larger.two_reads && LargestClustersFit(kernel, scratch) ? larger : plan;
+  int most_blocks = scratch.clusters ? kMaxClusterBlocks : 1;
+  if (scratch.clusters && 2 * parts > kMaxClusterBlocks * kMaxRowWarps &&
+      LargestClustersFit(kernel, scratch))
+    most_blocks = kMaxRowBlocks;
+  return PlanHeld(parts, most_blocks, partly, enough);
 }
 
 // Launches `kernel` with a cluster of plan.blocks blocks for each row.

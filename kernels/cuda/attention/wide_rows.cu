@@ -1,5 +1,4 @@
-// attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it
-// twice. attention_softmax.cu has the cost, the limits and the measurements.
+// attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it twice. attention_softmax.cu has the cost, the limits and the measurements.
 #include "kernels/cuda/attention/forward.cuh"
 
 namespace logitd::cuda::attention {
@@ -36,8 +35,7 @@ __device__ inline Part MergeParts(const Part* parts, const ActiveWarps& active, 
   return all;
 }
 
-constexpr int kBlockHeld = 32;     // elements of a thread
-constexpr int kTwoReadsHeld = 16;  // at a time
+constexpr int kBlockHeld = 32;  // elements of a thread
 
 // A block or a cluster holds a row in registers.
 template <class In, class Out, Form kForm, bool kCluster>
@@ -130,56 +128,95 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
   vectors.StoreExponentials(p, ExpFrom::OfWarp(all.max), row, raw, WeightOf(all), NanOfWarp(all));
 }
 
-// A block or a cluster reads a row twice.
-template <class In, class Out, Form kForm, bool kCluster>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
+constexpr int kTwiceThreads = 512;
+
+// A block or a cluster reads a row twice, a warp every so many-th of the parts that warps of BlockKernel
+// or LongKernel hold. A row's bits are those of these kernels.
+template <class In, class Out, Form kForm, bool kLong>
+__global__ void __launch_bounds__(kTwiceThreads, kLong ? 2 : 1)
     TwoReadsKernel(const __grid_constant__ Params p) {
-  using Vectors = ForwardVectors<In, Out, kForm, 32, kTwoReadsHeld / kElements<In, Out>, false>;
-  __shared__ Part parts[kMaxRowWarps * (kCluster ? kMaxRowBlocks : 1)];
-  if constexpr (kCluster) ClusterArrive();
-  const RowThread<kCluster> me;
+  constexpr int kHeld = kLong ? kLongHeld : kBlockHeld;
+  constexpr int kPart = 32 * kHeld;
+  using Vectors = ForwardVectors<In, Out, kForm, 32, kHeld / kElements<In, Out>, false>;
+  __shared__ Part parts[CeilDiv(kMaxKeys, kPart)];
+  const RowThread<true> me;
+  const bool cluster = me.blocks > 1;
+  const auto meet = [&] {
+    if (!cluster) return __syncthreads();
+    ClusterArrive();
+    ClusterWait();
+  };
+  if (cluster) meet();  // all blocks have begun: their memory is there
   const int lane = threadIdx.x % 32;
   const ForwardRow row = ForwardRowAt<kForm>(p, p.order(me.Row()));
-  const int round = me.warps * 32 * Vectors::kHeld;
-  const int first = me.warp * 32 * Vectors::kHeld;
-  Part part{.max = -kInfinity, .sum = 0.0f, .nan_key = kNoPosition};
+  const ActiveWarps active(row.seen, kPart);
+  const int count = static_cast<int>(CeilDiv(p.rows.keys, kPart));
+  typename Vectors::Raw raw = {};
+  float x[kLong ? 1 : kHeld];
 #pragma unroll 1
-  for (int begin = row.seen.begin / round * round; begin < row.seen.end; begin += round) {
-    const Vectors vectors(begin + first);
-    typename Vectors::Raw raw = {};
-    vectors.Load(p, row, raw);
-    float x[Vectors::kHeld];
-    const ExpFrom before(part.max);
-    part.max = fmaxf(part.max, vectors.Logits(p, row, raw, x));
-    const ExpFrom from(part.max);
-    const float sum = vectors.Exponentials(from, row, x);
-    if (isnan(sum)) part.nan_key = min(part.nan_key, vectors.NanKey(row, x));
-    part.sum = part.sum * from.Factor(before) + sum;
-  }
-  const ExpFrom mine(part.max);
-  part.max = LanesMax<32>(part.max);
-  part.sum = LanesSum<32>(part.sum * ExpFrom(part.max).Factor(mine));
-  if (NanOfWarp(part)) part.nan_key = LanesMin<32>(part.nan_key);
-  me.Share(part, true, parts);
-  const Part all = MergeParts<kCluster>(parts, ActiveWarps({0, me.warps}, 1), row.sink);
-  const ExpFrom from = ExpFrom::OfWarp(all.max);
-  const bool nan = NanOfWarp(all);
-  if (me.warp == 0 && lane == 0) WriteRow(p, row.index, from, all);
-#pragma unroll 1
-  for (int begin = 0; begin < p.rows.keys; begin += round) {
-    const Vectors vectors(begin + first);
-    float x[Vectors::kHeld];
-    typename Vectors::Raw raw = {};
-    vectors.Load(p, row, raw);
+  for (int i = me.warp; i < count; i += me.warps) {
+    const Vectors vectors(i * kPart);
+    if (active.Has(i)) vectors.Load(p, row, raw);
     vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
-    if (nan) {
-      vectors.SetNan(p, row, x);
+    if (!active.Has(i)) continue;
+    Part part{.nan_key = kNoPosition};
+    if constexpr (kLong) {
+      part.max = LanesMax<32>(vectors.MaxLogit(p, row, raw));
+      part.sum = LanesSum<32>(vectors.SumOfExponentials(p, ExpFrom::OfWarp(part.max), row, raw));
+      if (NanOfWarp(part)) part.nan_key = LanesMin<32>(vectors.NanKey(p, row, raw));
     } else {
-      vectors.Logits(p, row, raw, x);
-      vectors.Exponentials(from, row, x);
+      part.max = LanesMax<32>(vectors.Logits(p, row, raw, x));
+      part.sum = LanesSum<32>(vectors.Exponentials(ExpFrom::OfWarp(part.max), row, x));
+      if (NanOfWarp(part)) part.nan_key = LanesMin<32>(vectors.NanKey(row, x));
     }
-    vectors.Store(p, row, x, WeightOf(all));
+    if (lane < me.blocks) *(cluster ? InBlock(parts + i, lane) : parts + i) = part;
   }
+  meet();
+  const Part all = MergeParts<true>(parts, active, row.sink);
+  const ExpFrom from_all = ExpFrom::OfWarp(all.max);
+  const bool nan = NanOfWarp(all);
+  if (me.warp == 0 && lane == 0) WriteRow(p, row.index, from_all, all);
+#pragma unroll 1
+  for (int i = me.warp; i < count; i += me.warps) {
+    const Vectors vectors(i * kPart);
+    const bool is_active = active.Has(i);
+    if (is_active) vectors.Load(p, row, raw);
+    if constexpr (kLong) {
+      if (is_active) vectors.Align(p, row, raw);
+      vectors.StoreExponentials(p, from_all, row, raw, WeightOf(all), nan);
+    } else {
+      float weight = WeightOf(all);
+      if (is_active && nan) vectors.SetNan(p, row, x);
+      if (is_active && !nan) {
+        const ExpFrom from = ExpFrom::OfWarp(parts[i].max);
+        vectors.Logits(p, row, raw, x);
+        vectors.Exponentials(from, row, x);
+        weight *= from_all.Factor(from);
+      }
+      vectors.Store(p, row, x, weight);
+    }
+  }
+}
+
+// Launches `held` or, in clusters, `clustered`; or `twice`, where the row's parts do not fit or reading
+// them twice is clearly faster. part: elements of a part. `partly`: see PlanHeld().
+cudaError_t LaunchParts(void (*held)(Params), void (*clustered)(Params), void (*twice)(Params),
+                        int part, bool partly, const Params& p, const Scratch& scratch,
+                        cudaStream_t stream) {
+  constexpr double kEnough = .9;      // see PlanHeld()
+  constexpr double kTwiceRate = .63;  // measured as BlockRates
+  const BlockPlan plan =
+      PlanHeldRows(clustered, CeilDiv(p.rows.keys, part), partly, kEnough, scratch);
+  const bool fits = plan.rate > 0;
+  const int64_t rows = p.rows.count;
+  // Two reads need no clusters, but several rows for each multiprocessor.
+  if (fits && (plan.rate * BlockRates::kClear >= kTwiceRate || rows < 4 * scratch.multiprocessors))
+    return LaunchBlocks(plan.blocks > 1 ? clustered : held, plan, p, stream);
+  int blocks = 1;
+  while (scratch.clusters && blocks < kMaxClusterBlocks &&
+         rows * blocks < 8 * scratch.multiprocessors)
+    blocks *= 2;
+  return LaunchBlocks(twice, {.threads = kTwiceThreads, .blocks = fits ? 1 : blocks}, p, stream);
 }
 
 }  // namespace
@@ -187,27 +224,17 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream) {
   return VisitTypes(types, [&]<class In, class Out, Form kForm>() {
-    // Fewer and larger blocks did better where only a part of a row is seen, or where blocks wait
-    // for a mask.
-    const int spread = IsMasked(kForm) || p.rows.windowed ? kMaxRowThreads : kMaxRowThreads / 2;
+    const bool partly = IsMasked(kForm) || p.rows.windowed;
     if constexpr (kElements<In, Out> == 8 && !IsMasked(kForm)) {
-      const BlockPlan plan =
-          PlanHeldRows(&LongKernel<In, Out, kForm, true>, p.rows.keys, kLongHeld, spread, scratch);
-      if (IsLong(p.rows, kElements<In, Out>) && !plan.two_reads) {
-        return LaunchBlocks(plan.blocks > 1 ? &LongKernel<In, Out, kForm, true>
-                                            : &LongKernel<In, Out, kForm, false>,
-                            plan, p, stream);
+      if (IsLong(p.rows, kElements<In, Out>)) {
+        return LaunchParts(&LongKernel<In, Out, kForm, false>, &LongKernel<In, Out, kForm, true>,
+                           &TwoReadsKernel<In, Out, kForm, true>, 32 * kLongHeld, partly, p,
+                           scratch, stream);
       }
     }
-    const BlockPlan plan =
-        PlanHeldRows(&BlockKernel<In, Out, kForm, true>, p.rows.keys, kBlockHeld, spread, scratch);
-    const bool cluster = plan.blocks > 1;
-    const auto kernel =
-        plan.two_reads
-            ? (cluster ? &TwoReadsKernel<In, Out, kForm, true>
-                       : &TwoReadsKernel<In, Out, kForm, false>)
-            : (cluster ? &BlockKernel<In, Out, kForm, true> : &BlockKernel<In, Out, kForm, false>);
-    return LaunchBlocks(kernel, plan, p, stream);
+    return LaunchParts(&BlockKernel<In, Out, kForm, false>, &BlockKernel<In, Out, kForm, true>,
+                       &TwoReadsKernel<In, Out, kForm, false>, 32 * kBlockHeld, partly, p, scratch,
+                       stream);
   });
 }
 
