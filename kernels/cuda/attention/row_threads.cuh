@@ -90,9 +90,9 @@ struct BlockPlan {
 
 // What rates of plans depend on; measured on an H200 (attention_plans.json).
 struct BlockRates {
-  static constexpr double kMeet[] = {1, .86, .80, .70, .64};  // by log2 of a cluster's blocks
-  static constexpr double kAlone = .72;  // a block that fills its multiprocessor, where all is seen
-  static constexpr double kClear = 1.12;  // a plan of more blocks must be so much faster
+  static constexpr double kMeet[] = {1, .86, .80, .74, .55};  // by log2 of a cluster's blocks
+  static constexpr double kAlone = .70;  // a block that fills its multiprocessor, where all is seen
+  static constexpr double kClear = 1.2;   // a plan of more blocks must be so much faster
   static constexpr int kResident = 32;    // warps of a multiprocessor: registers limit them
 };
 

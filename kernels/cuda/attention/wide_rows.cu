@@ -204,7 +204,7 @@ cudaError_t LaunchParts(void (*held)(Params), void (*clustered)(Params), void (*
                         int part, bool partly, const Params& p, const Scratch& scratch,
                         cudaStream_t stream) {
   constexpr double kEnough = .9;      // see PlanHeld()
-  constexpr double kTwiceRate = .63;  // measured as BlockRates
+  constexpr double kTwiceRate = .58;  // measured as BlockRates
   const BlockPlan plan =
       PlanHeldRows(clustered, CeilDiv(p.rows.keys, part), partly, kEnough, scratch);
   const bool fits = plan.rate > 0;
