@@ -92,8 +92,8 @@ struct BlockPlan {
 struct BlockRates {
   static constexpr double kMeet[] = {1, .86, .80, .74, .55};  // by log2 of a cluster's blocks
   static constexpr double kAlone = .70;  // a block that fills its multiprocessor, where all is seen
-  static constexpr double kClear = 1.2;   // a plan of more blocks must be so much faster
-  static constexpr int kResident = 32;    // warps of a multiprocessor: registers limit them
+  static constexpr double kClear = 1.2;  // a plan of more blocks must be so much faster
+  static constexpr int kResident = 32;   // warps of a multiprocessor: registers limit them
 };
 
 // The fastest plan for rows of `parts` parts. most_blocks: of a row. `partly`: of a row only some keys
