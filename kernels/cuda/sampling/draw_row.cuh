@@ -232,7 +232,9 @@ struct DrawInput {
   float log2e_over_temperature;
   int listed;           // tokens in s.sorted
   uint64_t* cell_sums;  // room for [cells]
-  uint64_t bits;        // uniform
+  Key* first_list;      // room for first_keys; null: there is none
+  int first_keys;
+  uint64_t bits;  // uniform
 };
 
 struct Drawn {
@@ -375,16 +377,22 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
   const uint64_t whole_of_cells = in.sums_needed ? WholeOf(s.reach) : 0;
   const Key high = MakeKey(in.peak, 0);
   Key last = low;
+  uint64_t total = 0;
+  bool summed = false;
   if (TopKIsOn(ask, row.vocab)) {
-    last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
-                                            [](float) { return uint64_t{1}; }));
+    summed = FilterFirst<kThreads>(row, ask, low, weigh, in.first_list, in.first_keys, cell_sums);
+    if (summed) {
+      last = s.key;
+      total = s.mass;
+    } else {
+      last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
+                                              [](float) { return uint64_t{1}; }));
+    }
   }
   const auto weigh_from = [=](Key floor) {
     return [=](float x, int i) { return MakeKey(x, i) >= floor ? weigh(x) : uint64_t{0}; };
   };
-  uint64_t total = 0;
-  bool summed = false;
-  if (ask.top_p < 1) {
+  if (ask.top_p < 1 && !summed) {
     const Key floor = last;
     const uint64_t whole =
         in.sums_needed ? whole_of_cells : SumByCells(row, cell_sums, weigh_from(floor));

@@ -2,14 +2,13 @@
 // of them.
 //
 // Nothing is sorted beyond a pool, and no filter has a cap: LastOfPrefix narrows a range of keys by
-// histograms of a count or a mass. FindNucleus is the fast way for a flat top_p: a histogram of
-// approximate mass tells which logits may be the last, then exact sums of what is above them.
+// histograms of a count or a mass. Fast ways: FilterFirst lists the keys from about the k-th up, and
+// filters among them; FindNucleus looks twice at a row with a flat top_p, for a histogram of
+// approximate mass, then for exact sums of what is above its last bin.
 //
 // Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits,
-// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. Tried and dropped:
-// a histogram of a sample, then one exact look. A quarter, taken by the read (338 us for 460 at
-// top_p 0.5, but plain rows 3% slower: it spills); an eighth, read again (sample_flat.json: 512
-// rows 345 us for 386, but 64 rows 116 for 105, and plain rows in clusters up to 5% slower).
+// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. top_k 5000, top_p 0.9 of
+// 512 rows (bench/results/h200/sample_filters.json): 280 us, 845 by LastOfPrefix and FindNucleus.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 
@@ -46,12 +45,18 @@ __device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measur
 
 // Adds to a sum in shared memory that other threads add to as well: its halves one after the other.
 // The device has no such instruction, and a loop of compare-and-swap is slow where sums meet.
+// An atomic by a generic address takes longer, and the compiler does not know where a pointer points.
 __device__ __forceinline__ void AddShared(uint64_t* sum, uint64_t value) {
-  uint32_t* halves = reinterpret_cast<uint32_t*>(sum);
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(sum));
   const uint32_t low = static_cast<uint32_t>(value);
-  const uint32_t before = atomicAdd(halves, low);
+  uint32_t before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address), "r"(low)
+               : "memory");
   const uint32_t high = static_cast<uint32_t>(value >> 32) + (before + low < low);
-  if (high != 0) atomicAdd(halves + 1, high);
+  if (high != 0)
+    asm volatile("red.shared.add.u32 [%0 + 4], %1;" ::"r"(address), "r"(high) : "memory");
 }
 
 // A lane's neighbouring keys of one bin, added to it together: rows of equal logits have long runs.
@@ -94,10 +99,10 @@ __device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
 }
 
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
-// measure(x) adds up to `need` or more; kLowestKey where all of them have less. Called by all
-// threads.
-template <int kThreads, class Row, class Measure>
-__device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint64_t need,
+// measure(x) adds up to `need` or more; kLowestKey where all of them have less. `keys` is a row, or a
+// list of its keys. Called by all threads.
+template <int kThreads, class Keys, class Measure>
+__device__ __noinline__ Key LastOfPrefix(const Keys& keys, Key low, Key high, uint64_t need,
                                          Measure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
@@ -110,16 +115,11 @@ __device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint
     }
     if (thread == 0) s.found = -1;
     __syncthreads();
-    row.EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
-      BinRun run;
-#pragma unroll
-      for (int e = 0; e < kLaneElements; ++e) {
-        const Key key = MakeKey(x[e], first + CellIndex<Element>(thread % 32, e));
-        if (key >= low && key <= high)
-          run.Add(static_cast<int>((key - low) >> shift), measure(x[e]), s);
-      }
-      run.Flush(s);
+    BinRun run;
+    keys.EachKey([&](Key key, float x) {
+      if (key >= low && key <= high) run.Add(static_cast<int>((key - low) >> shift), measure(x), s);
     });
+    run.Flush(s);
     __syncthreads();
     if (thread < 32) FindMassBin(need, s);
     __syncthreads();
@@ -135,14 +135,120 @@ __device__ __noinline__ Key LastOfPrefix(const Row& row, Key low, Key high, uint
     // Few enough to sort.
     if (thread == 0) pool.count = 0;
     __syncthreads();
-    row.Each([&](float x, int i) {
-      const Key key = MakeKey(x, i);
+    keys.EachKey([&](Key key, float) {
       if (key >= low && key <= high) pool.pool[atomicAdd(&pool.count, 1)] = key;
     });
     __syncthreads();
     EndInPool<kThreads>(0, need, measure);
     return s.key;
   }
+}
+
+// ---- among the first keys ----------------------------------------------------------------------
+
+// Keys in scratch.
+struct KeyList {
+  const Key* keys;
+  int count;
+
+  // Calls visit(key, logit) for the thread's share.
+  template <class Visit>
+  __device__ void EachKey(Visit visit) const {
+    constexpr int kAtOnce = 4;
+    const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+    for (int round = threadIdx.x; round < count; round += kAtOnce * threads) {
+      Key own[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = round + j * threads;
+        own[j] = i < count ? __ldcg(&keys[i]) : kLowestKey;
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) visit(own[j], KeyLogit(own[j]));
+    }
+  }
+};
+
+// Filters by top_k and top_p among the keys from about the k-th up: a sample of the row tells from
+// which logit on, and one read lists them. Leaves the last key kept in s.key, the weight of all of
+// them in s.mass, and by cells in cell_sums. False: there is no room, or the sample told too few or
+// too many; then nothing is left. Called by all threads.
+template <int kThreads, class Row>
+__device__ __noinline__ bool FilterFirst(const Row& row, const SampleRow& ask, Key floor,
+                                         Weigher weigh, Key* list, int list_keys,
+                                         uint64_t* cell_sums) {
+  DrawShared& s = Finish().draw;
+  const int thread = threadIdx.x;
+  const int lane = thread % 32;
+  if (list == nullptr || ask.top_k > kMostFirst || weigh.max == kInfinity) return false;
+  const auto k = static_cast<uint64_t>(ask.top_k);
+  const float floor_logit = KeyLogit(floor);
+  // Weights below the floor are 0, or nearly.
+  const float bins_a_logit =
+      fminf(kDrawBins / static_cast<float>(-kLogLeastWeight) * weigh.inv_temperature, 1e38f);
+  __syncthreads();
+  for (int b = thread; b < kDrawBins; b += kThreads) s.bin_count[b] = 0;
+  for (int c = thread; c < CellsOf(row.vocab); c += kThreads) cell_sums[c] = 0;
+  if (thread == 0) s.first_count = 0;
+  __syncthreads();
+  row.EachSampled([&](float x) {
+    const float bin = fminf((weigh.max - x) * bins_a_logit, kDrawBins - 1);
+    if (x >= floor_logit) atomicAdd(&s.bin_count[static_cast<int>(bin)], 1u);
+  });
+  __syncthreads();
+  if (thread < 32) {
+    const float expected = static_cast<float>(ask.top_k) / Row::kSampleStep;
+    const auto enough = static_cast<uint64_t>(expected + 5 * sqrtf(expected) + 8);
+    const int bin = FindPrefixEnd(0, kDrawBins, 0, enough, [&](int b) -> uint64_t {
+                      return s.bin_count[b];
+                    }).index;
+    const float least = weigh.max - static_cast<float>(bin + 1) / bins_a_logit;
+    if (thread == 0) s.first_logit = bin < 0 ? floor_logit : fmaxf(least, floor_logit);
+  }
+  __syncthreads();
+  const float least = s.first_logit;
+  row.EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
+    uint32_t reached = 0;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) reached |= x[e] >= least ? 1u << e : 0u;
+    if (!__any_sync(kFullWarp, reached != 0)) return;
+    const int count = __popc(reached);
+    const int at = WarpReserve(&s.first_count, count, lane);
+    if (at + count > list_keys) return;
+    Key* to = list + at;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      if ((reached >> e & 1) != 0) *to++ = MakeKey(x[e], first + CellIndex<Element>(lane, e));
+    }
+  });
+  __syncthreads();
+  const KeyList first{list, s.first_count};
+  if (first.count > list_keys || (first.count < k && least > floor_logit)) return false;
+  const Key high = MakeKey(weigh.max, 0);
+  Key last = LastOfPrefix<kThreads>(first, max(floor, MakeKey(least, -1)), high, k,
+                                    [](float) { return uint64_t{1}; });
+  last = max(last, floor);  // there may be fewer than k
+  const auto weight_of = [&](Key key, float x) { return key >= last ? weigh(x) : 0; };
+  if (ask.top_p < 1) {
+    uint64_t whole = 0;
+    first.EachKey([&](Key key, float x) { whole += weight_of(key, x); });
+    const uint64_t need = MassNeeded(ask.top_p, BlockSum(whole, s));
+    last = max(last, LastOfPrefix<kThreads>(first, last, high, need, weigh));
+  }
+  uint64_t total = 0;
+  first.EachKey([&](Key key, float x) {
+    const uint64_t weight = weight_of(key, x);
+    total += weight;
+    if (weight != 0) AddShared(&cell_sums[KeyIndex(key) / kCell], weight);
+  });
+  total = BlockSum(total, s);
+  if (thread == 0) {
+    s.key = last;
+    s.mass = total;
+  }
+  __syncthreads();
+  return true;
 }
 
 // ---- by approximate mass -----------------------------------------------------------------------

@@ -1,62 +1,17 @@
-// sample and verify: a block reads a row once, as softmax_topk does, and draws from what it kept.
+// sample and verify: a block, or a cluster of blocks, reads a row once and draws from what it kept:
+// cells' sums and a sketch, a sorted list of 128 tokens (filters usually leave no others), what
+// filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), the test of a draft (draft.cuh), the
+// report (report.cuh). Edits that only lower logits are applied late, to few candidates
+// (late_edits.cuh), others on the way (edit.cuh), in kernels of their own (sample_edited_f32.cu). Every
+// sum that decides is of integers, or in one order fixed by the row.
 //
-//   read    cells at temperature 1 (logsumexp, NaN) and, where the draw is from the whole row, at
-//           the row's own; the sketch. A mask, and penalties that only lower logits, are applied
-//           late, to the few candidates (late_edits.cuh), where no sum over the row needs them.
-//           Other edits are applied on the way (edit.cuh), and the edited row goes to scratch in
-//           f32, for later looks
-//   list    the largest 128 come sorted from the sketch. They hold what a top_k to 128, or another
-//           filter, usually leaves. A greedy row without top log-probabilities needs no list: the
-//           maxima of its cells tell the token
-//   filter  a flat top_p takes two more looks (nucleus.cuh): a histogram of approximate mass that
-//           tells which logits may be the last, then exact sums of what is above them. What neither
-//           finds is found by histograms, of counts or of integer mass, over ever narrower ranges
-//           of keys: no sort, no cap
-//   draw    over the short list; or a cell by sums, then a token of it (draw_row.cuh). In verify, a
-//           test of the draft (draft.cuh)
-//   report  log-probabilities; a rank beyond the list by the groups of the sketch that reach it
-//           (report.cuh)
-//
-// Every sum that decides is of integers, or in one order fixed by the row, so a row's bits depend
-// only on the row (kernels/sampling_rules.h, kernels/draw.h).
-//
-// Edited rows have kernels of their own (sample_edited_f32.cu and so on): a call without edits pays
-// nothing for them.
-//
-// Cost: reads rows * vocab * sizeof(T) once. A row whose edits are not applied late is also written
-// once, in f32. A flat top_p reads a row twice more (up to ten times, where the last logit is one of
-// very many that are nearly equal), in a cluster each block its part, and a rank beyond the list
-// reads the groups that reach it. verify with draft probabilities reads a row once more, and twice
-// more where the draft is refused.
-// Limited by: as softmax_topk, the chain of latencies that ends a row; edits on the way and a flat
-// top_p by arithmetic. Where edits are applied late, the read of the row takes as long as without
-// edits; then stages follow that run once (floor, second look, mask, history, lists, draw), most of
-// whose time is waits for instructions.
-// Measured (bench/results/h200/kernels.json), V 131072 f32, 512 rows: 83 us, 72% of one read, with
-// top_k 64, top_p 0.9 and 20 log-probabilities; unfiltered 85, or 144 with the rank; 473 for a flat
-// top_p. 64 rows 25 us, one row 17 us. Edits (bench/results/h200/sample_edits.json), where 512 rows
-// without take 85 us: 134 with 4096 tokens of history and a mask (255 before edits were applied
-// late), 117 with a mask only (191), 103 with 500 tokens of history (189); unfiltered with 4096
-// tokens of history, where sums need the edits, 230. 64 rows 63 us (80), one row 43 us (46).
-// On an H100 (bench/results/h100/groups_and_late_edits.json; in brackets with groups of the sketch
-// that are not consecutive logits, and one block of a cluster that looks again): with history and
-// mask 512 rows 155 us (165), 64 rows 68 (72), one row 38 (45); 512 rows of a flat top_p without the
-// rank 391 (442), 64 rows 108 (137).
-// On an H100 (bench/results/h100/rows_and_draws.json): unfiltered rows without rank and top
-// log-probabilities, which are not listed and whose token is found in a cell's registers: 512 rows
-// 87% of one read, 64 rows 24 us, one row 13. 16 to 32 rows with 20 log-probabilities 22 to 25 us.
-// Greedy rows without a list (bench/results/h100/borders.json; in brackets with one): 16 x 201088 14 us
-// (19), 64 x 131072 20 us (24).
-// Tried and dropped: a history counted in device memory (partial sectors: 385 us for that step
-// only); a copy of the row, edited, read afterwards (928 us); 64-bit sums in shared memory for a
-// flat top_p (1565 us); one kernel for plain and edited rows (64 plain rows 34 us); candidates put
-// into the table by the lanes that find them (edited rows 249 us for 141); where rows have no
-// cluster, a launch that overlaps with the kernel that makes patches (rows edited on the way 302); a
-// sample of the row for the first look of a flat top_p (452 us), the next cell requested early in
-// later looks (471 us); on an H100, counts in place of masses in the first look (512 rows 383 us
-// for 391, but bf16, whose logits are not spread evenly in a bin, 847 for 686); three blocks a
-// multiprocessor, so that 777 rows are nearly two waves (50257 tokens 79 us for 73); no sketch where
-// no list is wanted, and a read loop of its own for one temperature (64 rows 9% slower).
+// Cost: reads rows * vocab * sizeof(T) once; edits on the way also write it, in f32. Beyond the list a
+// top_k reads it once more and a ninth, a top_p twice more, a rank what reaches it. Limited by: as
+// softmax_topk, the latencies that end a row. 512 x 131072 f32: 72% of one read
+// (bench/results/h200/kernels_c384b48.json, sample_filters.json).
+// Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us for
+// 118); one kernel for plain and edited rows (64 plain rows 34 us); the first look of a flat top_p at
+// a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113 for 95).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -131,6 +86,10 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
     p.patch_counts = scratch.Take<int>(pass * p.cells);
     if (p.patch_counts == nullptr) return cudaErrorMemoryAllocation;
   }
+  p.first_keys = static_cast<int32_t>(std::min<int64_t>(vocab, kFirstKeys));
+  p.first_rows = std::min<int64_t>(pass, scratch.left() / (p.first_keys * sizeof(Key)));
+  p.first_lists = scratch.Take<Key>(p.first_rows * p.first_keys);
+  if (p.first_lists == nullptr) p.first_rows = 0;
   const int32_t cluster =
       VisitDType(args.logits.dtype, [&]<class T>() { return ClusterBlocks<T>(p, rows, scratch); });
   p.blocks = std::max(cluster, 1);

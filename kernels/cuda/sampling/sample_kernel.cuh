@@ -137,6 +137,8 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                  .log2e_over_temperature = plan.log2e_over_temperature,
                                  .listed = plan.listed,
                                  .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                                 .first_list = p.FirstList(r),
+                                 .first_keys = p.first_keys,
                                  .bits = UniformBits(ask.seed, ask.position)},
                                 s);
 }
@@ -446,6 +448,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
                            .log2e_over_temperature = plan.log2e_over_temperature,
                            .listed = plan.listed,
                            .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                           .first_list = p.FirstList(r),
+                           .first_keys = p.first_keys,
                            .bits = UniformBits(ask.seed, ask.position)},
                           s);
 

@@ -14,6 +14,9 @@ namespace logitd::cuda {
 constexpr int kListed = 128;     // tokens that come sorted
 constexpr int kDrawBins = 1024;  // of a histogram of keys
 constexpr int kMassBins = 4096;  // of a histogram of approximate mass
+// Keys from about the k-th of a row up, in scratch, for a k to kMostFirst.
+constexpr int kFirstKeys = 16384;
+constexpr int kMostFirst = 12288;
 // OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
 static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
 
@@ -27,6 +30,14 @@ struct SampleParams {
   float* bias_values;  // null: no row has bias
   int64_t edited_stride;
   int* patch_counts;  // [rows, cells]
+  // The first keys of a row (nucleus.cuh), in scratch: room for first_keys of each of first_rows rows.
+  Key* first_lists;
+  int64_t first_rows;
+  int32_t first_keys;
+
+  __device__ Key* FirstList(int64_t row) const {
+    return row < first_rows ? first_lists + row * first_keys : nullptr;
+  }
   // verify: drafts and whether they were accepted; null in sample.
   const VerifyDraft* drafts;  // [rows]
   const int32_t* draft_ids;
@@ -85,6 +96,8 @@ struct DrawShared {
   int32_t rank;
   NucleusAsk nucleus;
   uint64_t above;
+  float first_logit;  // the least of the list of first keys
+  int first_count;
 };
 
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.
@@ -208,6 +221,35 @@ class Logits {
   __device__ void EachCell(Visit visit) const {
     EachCellOf(0, vocab, visit);
   }
+  // Calls visit(x) for the elements of every kSampleStep-th of the row's stretches of 32 vectors,
+  // each of another place in its cell; -inf beyond the row.
+  static constexpr int kSampleStep = kLaneElements / kVector<T> + 1;
+  template <class Visit>
+  __device__ void EachSampled(Visit visit) const {
+    Visited([&]<class Element>(const Element* row) {
+      constexpr int kStretch = 32 * kVector<Element>;
+      constexpr int kAtOnce = 4;
+      const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
+      const int turn = static_cast<int>(blockDim.x) / 32 * kSampleStep * kStretch;
+#pragma unroll 1
+      for (int first = static_cast<int>(threadIdx.x) / 32 * kSampleStep * kStretch; first < vocab;
+           first += kAtOnce * turn) {
+        uint4 vectors[kAtOnce];
+        const int own = first + static_cast<int>(threadIdx.x) % 32 * kVector<Element>;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = own + j * turn;
+          vectors[j] = LoadVector(row + i, aligned, vocab - i, kMinusInfinities<Element>);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+          for (int e = 0; e < kVector<Element>; ++e)
+            visit(WordElement<Element>(reinterpret_cast<const uint32_t*>(&vectors[j]), e));
+        }
+      }
+    });
+  }
   // Calls visit(x, i) for the lane's elements of those cells.
   template <class Visit>
   __device__ void Each(Visit visit) const {
@@ -216,6 +258,11 @@ class Logits {
       for (int e = 0; e < kLaneElements; ++e)
         visit(x[e], first + CellIndex<Element>(threadIdx.x % 32, e));
     });
+  }
+  // Calls visit(key, x) for them.
+  template <class Visit>
+  __device__ void EachKey(Visit visit) const {
+    Each([&](float x, int i) { visit(MakeKey(x, i), x); });
   }
 };
 
