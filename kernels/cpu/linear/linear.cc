@@ -300,6 +300,7 @@ void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearS
     if (to.rank != nullptr) own.rank = rank.data();
     if (to.entropy != nullptr) own.entropy = entropy.data();
     LossOfRows(part, pool, scratch, abandoned);
+    if (IsAbandoned(abandoned)) return;
     for (int64_t i = 0; i < count; ++i) {
       to.loss[at[i]] = loss[i];
       to.logsumexp[at[i]] = logsumexp[i];
