@@ -25,7 +25,7 @@ struct KeptSamplePartialArgs;
 struct KeptSampleMergeArgs;
 }  // namespace cuda
 
-// An op and its arguments, which are somebody else's.
+// An op and its arguments, which the caller owns.
 using Op =
     std::variant<const SoftmaxTopKArgs*, const SampleArgs*, const VerifyArgs*,
                  const AttentionSoftmaxArgs*, const AttentionSoftmaxBackwardArgs*,
@@ -41,7 +41,7 @@ using Op =
                  const LinearCrossEntropyBackwardMergeArgs*, const cuda::ShardLogitsArgs*,
                  const cuda::KeptSamplePartialArgs*, const cuda::KeptSampleMergeArgs*>;
 
-// As errors tell it.
+// The name of an op in errors.
 std::string_view NameOf(const Op& op);
 
 // UNIMPLEMENTED: this backend has no such op.

@@ -43,7 +43,7 @@ absl::Status Run() {
                                         .logsumexp = device->logsumexp,
                                         .status = device->status};
   absl::Status status = (*stream)->Upload(*slab, 0, sizeof(block));
-  if (status.ok()) status = (*stream)->SoftmaxTopK(args);
+  if (status.ok()) status = (*stream)->Run(args);
   if (status.ok()) status = (*stream)->Download(*slab, 0, sizeof(block));
   if (status.ok()) status = (*stream)->Wait().status();
   std::memcpy(&block, slab->host, sizeof(block));

@@ -149,7 +149,8 @@ TEST(LogitctlTest, BashCompletesWhatMayFollow) {
   const std::string npy = dir.Write("some.npy", "x");
   EXPECT_THAT(Completed({"sam"}), ElementsAre("sample"));
   EXPECT_THAT(Completed({"heads", ""}), ElementsAre("load", "unload", "list", "get"));
-  EXPECT_THAT(Completed({"sample", "--top-"}), ElementsAre("--top-k", "--top-p", "--top-logprobs"));
+  EXPECT_THAT(Completed({"sample", "--top-"}),
+              ElementsAre("--top-k", "--top-p", "--top-logprobs", "--top-n-sigma"));
   EXPECT_THAT(Completed({"info", "--format", ""}), ElementsAre("table", "json"));
   EXPECT_THAT(Completed({"info", "--format", "=", "j"}), ElementsAre("json"));
   EXPECT_THAT(Completed({"sample", "--logprob-mode", ""}), ElementsAre("raw", "processed"));
