@@ -53,7 +53,7 @@ struct Overloaded : Functions... {
   using Functions::operator()...;
 };
 template <class... Functions>  // clang 14 does not deduce them for an aggregate
-Overloaded(Functions...) -> Overloaded<Functions...>;
+Overloaded(Functions...)->Overloaded<Functions...>;
 
 // run(arguments) where `run` takes the op's, else NoSuchOp.
 template <class Run>
