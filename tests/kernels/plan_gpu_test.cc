@@ -68,6 +68,30 @@ TEST(PlanTest, FewerBlocksAtOnceFillTheLastWave) {
   EXPECT_EQ(Fitting(plan.shared_bytes), 4);
 }
 
+TEST(PlanTest, BlocksOfOneWaveOrOfManyAskForWhatTheyNeed) {
+  const int needed = 20000 + 100 * (8 + 128);
+  for (const int64_t rows :
+       {int64_t{1}, int64_t{300}, int64_t{6 * 132}, int64_t{18 * 132 + 1}, int64_t{1} << 40}) {
+    const RowsPlan plan = PlanRows(Of(rows, 100), {&kBlock, 1}, Device());
+    EXPECT_EQ(plan.teams, 6) << rows << " rows";
+    EXPECT_EQ(plan.shared_bytes, needed) << rows << " rows";
+  }
+}
+
+TEST(PlanTest, ABlockThatIsTheOnlyOneStaysTheOnlyOne) {
+  const RowForm by_registers = {.resident = 1, .fixed_bytes = 20000};
+  const RowForm by_memory = {.resident = 6, .fixed_bytes = 227 << 10};
+  for (const RowForm& form : {by_registers, by_memory}) {
+    const RowsPlan plan = PlanRows(Of(200, 100), {&form, 1}, Device());
+    EXPECT_EQ(plan.teams, 1);
+    EXPECT_EQ(plan.shared_bytes, form.fixed_bytes);
+  }
+}
+
+TEST(PlanTest, ADeviceWithoutClustersGetsABlockForARow) {
+  EXPECT_EQ(cuda::ClusterBlocksAtOnce(1, Device()), 1);
+}
+
 TEST(PlanTest, AsksForNoLessThanIsNeededAndNoMoreThanThereIs) {
   for (int resident = 1; resident <= 8; ++resident) {
     for (int fixed_bytes = 0; fixed_bytes <= 227 << 10; fixed_bytes += 5000) {
