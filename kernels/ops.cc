@@ -29,8 +29,8 @@ std::string_view NameOf(const Op& op) {
                                          "linear_cross_entropy_backward on a shard",
                                          "linear_cross_entropy_backward on shards",
                                          "logits of a shard",
-                                         "linear_sample on a shard",
-                                         "linear_sample on shards"};
+                                         "linear_sample of kept tokens on a shard",
+                                         "linear_sample of kept tokens on shards"};
   static_assert(std::size(kNames) == std::variant_size_v<Op>);
   return kNames[op.index()];
 }
