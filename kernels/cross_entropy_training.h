@@ -8,8 +8,9 @@
 namespace logitd {
 
 // cross_entropy, then its backward with the logsumexp just written, in one call. Answers, statuses,
-// gradients, their bits and their accuracy are those of the two ops. The logits are read once where
-// a row fits on chip, loss.max_top_logprobs is 0 and that is faster.
+// gradients, their bits and their accuracy are those of the two ops. A row is read twice: for the
+// losses from memory, for the gradient from a cache (on CUDA L2) where one holds it,
+// loss.max_top_logprobs is 0 and that is faster than the two calls.
 //
 // Errors: as cross_entropy; CheckCrossEntropy checks the parameters. All pointers are in the memory
 // of the backend that runs the op.

@@ -76,8 +76,8 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // The steps. With x the row as sent, in this order:
 //
 //   bias         x_i += value
-//   penalties    for each token in the history, seen n times:
-//                x = x > 0 ? x / repetition : x * repetition; x -= frequency * n; x -= presence
+//   penalties    for each token in the history, seen `count` times:
+//                x = x > 0 ? x / repetition : x * repetition; x -= frequency * count; x -= presence
 //   mask         x_i = -inf where bit i is 0 (bit i % 32, least significant first, of word i/32)
 //   temperature  z = x / temperature; max is the largest z
 //   top_n_sigma  keeps x_i >= max x - top_n_sigma * sigma, with sigma the standard deviation of the
@@ -113,12 +113,13 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // one with P_c > u P. Inside it, the weights are integers relative to m_c, and the target is
 // floor((u P - P_(c-1)) / (P_c - P_(c-1)) * their sum), at most that sum less 1.
 //
-// sigma = sqrt(Q / n - (D / n)^2), of n tokens above -inf, with D the sum of d_i = max x - x_i and
-// Q that of d_i^2, in double. Every operation rounds; in Q / n - (D / n)^2 and in max x - n sigma
-// the product does not. Sums are in one order: by 32 sums, of which sum j adds up the numbers j, j
-// + 32, j + 64 and so on; then sum j + 16 is added to sum j for j < 16, then j + 8 for j < 8, and
-// so on. First the d of a cell, then the cells. Source: Tang et al., Top-n-sigma: not all logits
-// are you need, arXiv:2411.07641.
+// sigma = sqrt(Q / N - (D / N)^2), of N tokens above -inf, with D the sum of d_i = max x - x_i and
+// Q that of d_i^2, in double. Every operation rounds; in Q / N - (D / N)^2 and in max x -
+// top_n_sigma * sigma the product does not. A difference below 0, by rounding, counts as 0. Sums
+// are in one order: by 32 sums, of which sum j adds up the numbers j, j + 32, j + 64 and so on;
+// then sum j + 16 is added to sum j for j < 16, then j + 8 for j < 8, and so on. First the d of a
+// cell, then the cells. Source: Tang et al., Top-n-sigma: not all logits are you need,
+// arXiv:2411.07641.
 
 // ---- what is on --------------------------------------------------------------------------------
 
