@@ -112,7 +112,7 @@ class Client(Base):
         """Draws one token from every row with that row's parameters.
 
         The steps: logit bias, penalties, mask of allowed tokens, temperature, filters, draw.
-        docs/semantics.md has every step to the bit.
+        docs/semantics.md#sample names the filters in their order, and has every step to the bit.
 
         logits: [N, V] or [V]; or `hidden` [N, D] with `head`. Parameters: params.SampleParams; `seed`, or `seeds`, is required
             unless every temperature is 0.
