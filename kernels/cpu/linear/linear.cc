@@ -30,8 +30,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <vector>
 
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
@@ -262,28 +260,26 @@ void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearS
                    const std::atomic<bool>* abandoned) {
   const TensorView& hidden = args.hidden;
   const CrossEntropyAnswers& to = args.cross_entropy.answers;
-  std::vector<int64_t> counted;
+  CountedScratch& own = scratch.counted;
+  int64_t* const counted = own.places.Get(hidden.rows);
+  int64_t all = 0;
   for (int64_t r = 0; r < hidden.rows; ++r) {
     const CrossEntropyRow& ask = args.cross_entropy.rows[r];
     if (ask.active == 0) continue;
     if (AsksForNothing(ask)) {
       AnswerLeftOut(to, r);
     } else {
-      counted.push_back(r);
+      counted[all++] = r;
     }
   }
-  const auto all = static_cast<int64_t>(counted.size());
   const int64_t at_once = LossRowsAtOnce(all, hidden.cols);
   const auto size = static_cast<int64_t>(SizeOf(hidden.dtype));
   const int64_t stride = RoundUp(hidden.cols, 16);
   for (int64_t begin = 0; begin < all && !IsAbandoned(abandoned); begin += at_once) {
     const int64_t count = std::min(at_once, all - begin);
-    const int64_t* const at = counted.data() + begin;
-    std::byte* const states = scratch.counted.Get(count * stride * size);
-    std::vector<CrossEntropyRow> rows(count);
-    std::vector<float> loss(count), logsumexp(count), target_logprob(count), entropy(count);
-    std::vector<int32_t> rank(count);
-    std::vector<RowStatus> status(count);
+    const int64_t* const at = counted + begin;
+    std::byte* const states = own.hidden.Get(count * stride * size);
+    CrossEntropyRow* const rows = own.rows.Get(count);
     for (int64_t i = 0; i < count; ++i) {
       rows[i] = args.cross_entropy.rows[at[i]];
       std::copy_n(static_cast<const std::byte*>(hidden.data) + at[i] * hidden.row_stride * size,
@@ -291,23 +287,23 @@ void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearS
     }
     LinearCrossEntropyArgs part = args;
     part.hidden = {states, hidden.dtype, count, hidden.cols, stride};
-    part.cross_entropy.rows = rows.data();
-    CrossEntropyAnswers& own = part.cross_entropy.answers;
-    own.loss = loss.data();
-    own.logsumexp = logsumexp.data();
-    own.target_logprob = target_logprob.data();
-    own.status = status.data();
-    if (to.rank != nullptr) own.rank = rank.data();
-    if (to.entropy != nullptr) own.entropy = entropy.data();
+    part.cross_entropy.rows = rows;
+    CrossEntropyAnswers& answers = part.cross_entropy.answers;
+    answers.loss = own.values.Get(4 * count);
+    answers.logsumexp = answers.loss + count;
+    answers.target_logprob = answers.loss + 2 * count;
+    answers.status = own.status.Get(count);
+    if (to.entropy != nullptr) answers.entropy = answers.loss + 3 * count;
+    if (to.rank != nullptr) answers.rank = own.rank.Get(count);
     LossOfRows(part, pool, scratch, abandoned);
     if (IsAbandoned(abandoned)) return;
     for (int64_t i = 0; i < count; ++i) {
-      to.loss[at[i]] = loss[i];
-      to.logsumexp[at[i]] = logsumexp[i];
-      to.target_logprob[at[i]] = target_logprob[i];
-      to.status[at[i]] = status[i];
-      if (to.rank != nullptr) to.rank[at[i]] = rank[i];
-      if (to.entropy != nullptr) to.entropy[at[i]] = entropy[i];
+      to.loss[at[i]] = answers.loss[i];
+      to.logsumexp[at[i]] = answers.logsumexp[i];
+      to.target_logprob[at[i]] = answers.target_logprob[i];
+      to.status[at[i]] = answers.status[i];
+      if (to.entropy != nullptr) to.entropy[at[i]] = answers.entropy[i];
+      if (to.rank != nullptr) to.rank[at[i]] = answers.rank[i];
     }
   }
 }

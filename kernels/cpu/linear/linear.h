@@ -18,6 +18,16 @@
 
 namespace logitd::cpu {
 
+// Memory for rows that are not left out (CrossEntropyArgs::counted_rows), and for their answers.
+struct CountedScratch {
+  Buffer<int64_t> places;
+  Buffer<std::byte> hidden;
+  Buffer<CrossEntropyRow> rows;
+  Buffer<float> values;
+  Buffer<int32_t> rank;
+  Buffer<RowStatus> status;
+};
+
 // Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits.
 // linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
 // bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums for
@@ -27,7 +37,8 @@ struct LinearScratch {
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
   SampleCallScratch sample;
-  Buffer<std::byte> block, counted;
+  CountedScratch counted;
+  Buffer<std::byte> block;
   Buffer<float> targets;
   Buffer<LossStretch> stretches;
   Buffer<uint64_t> stretch_keys;
