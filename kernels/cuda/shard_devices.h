@@ -97,10 +97,6 @@ class ShardDevices {
     return {.vocab = head.vocab(), .count = count()};
   }
   const std::byte* blocks() const { return devices_.front().blocks; }  // of all shards
-  template <class Shape>
-  std::byte* BlockAt(const Shape& shape, int shard) {
-    return at(shard).blocks + static_cast<size_t>(shard) * shape.bytes();
-  }
   // Rows that an exchange, and what inputs are packed in, have room for. `row_bytes`: of what is
   // exchanged for a row, by all devices; `packed_extras`: extra ids of a row that are packed.
   int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t packed_extras = 0) const;

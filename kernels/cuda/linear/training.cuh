@@ -44,11 +44,6 @@ struct TilePart {
   float total;  // of the logits, times kTotalUnit; only where the row is smooth
 };
 
-// The exponential of a tile. Where all logits are -inf the sum is 0, whatever it is relative to.
-__device__ inline Exponential TileExponential(float max, float log2e_over_temperature) {
-  return Exponential(max == -kInfinity ? 0.0f : max, log2e_over_temperature);
-}
-
 // What E of a tile is. In bf16, exp(logit / temperature) where the tile's largest one is moderate, so
 // that all tiles of most rows have one factor; else exp((logit - that of the largest) / temperature).
 // In f16 always the latter, times kHalfUnit.
@@ -62,7 +57,7 @@ __device__ inline bool IsModerateTile(float max, float log2e_over_temperature) {
   const float power = __fmul_rn(max, log2e_over_temperature);
   return kHasRange<T> && power >= kLeastTilePower && power <= kMostTilePower;
 }
-// The factor from a TileExponential to E.
+// The factor from exp((logit - the tile's largest) / temperature) to E.
 template <class T>
 __device__ inline float FactorOfTile(float max, float log2e_over_temperature) {
   if constexpr (!kHasRange<T>) return kHalfUnit;
