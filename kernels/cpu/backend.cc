@@ -5,10 +5,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -26,6 +29,51 @@ namespace logitd {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+
+// Memory of a stream's ops, by its type, and the flag of Stream::Watch.
+using Memory = std::tuple<cpu::SketchScratch, cpu::SampleCallScratch, cpu::Buffer<double>,
+                          cpu::LossScratch, cpu::LinearScratch, const std::atomic<bool>*>;
+
+// An op's function, which is found by the arguments that it takes.
+template <class Args, class... More>
+class Function {
+ public:
+  constexpr explicit Function(void (*compute)(const Args&, cpu::ThreadPool&, More...))
+      : compute_(compute) {}
+  constexpr const Function& operator()(const Args&) const { return *this; }
+
+  void Compute(const Args& args, cpu::ThreadPool& pool, Memory& memory) const {
+    compute_(args, pool, std::get<std::remove_reference_t<More>>(memory)...);
+  }
+
+ private:
+  void (*compute_)(const Args&, cpu::ThreadPool&, More...);
+};
+
+constexpr Overloaded kFunctions = {
+    Function(&cpu::SoftmaxTopK),
+    Function(&cpu::Sample),
+    Function(&cpu::Verify),
+    Function(&cpu::AttentionSoftmax),
+    Function(&cpu::AttentionSoftmaxBackward),
+    Function(&cpu::CrossEntropy),
+    Function(&cpu::CrossEntropyBackward),
+    Function(&cpu::CrossEntropyTraining),
+    Function(&cpu::LinearTopK),
+    Function(&cpu::LinearSample),
+    Function(&cpu::LinearCrossEntropy),
+    Function(&cpu::LinearCrossEntropyBackward),
+    Function(&cpu::LinearCrossEntropyTraining),
+    Function(&cpu::LinearTopKPartial),
+    Function(&cpu::TopKMerge),
+    Function(&cpu::LinearSamplePartial),
+    Function(&cpu::LinearSampleMerge),
+    Function(&cpu::LinearCrossEntropyTargets),
+    Function(&cpu::LinearCrossEntropyPartial),
+    Function(&cpu::CrossEntropyMerge),
+    Function(&cpu::LinearCrossEntropyBackwardPartial),
+    Function(&cpu::LinearCrossEntropyBackwardMerge),
+};
 
 class CpuStream : public Stream {
  public:
@@ -55,9 +103,10 @@ class CpuStream : public Stream {
 
   absl::Status RunOp(const Op& op) override {
     const auto start = std::chrono::steady_clock::now();
+    std::get<const std::atomic<bool>*>(memory_) = abandoned();
     absl::Status status =
-        RunIfKnown(op, [this](const auto& args) -> decltype(Compute(args), absl::OkStatus()) {
-          Compute(args);
+        RunIfKnown(op, [this](const auto& args) -> decltype(kFunctions(args), absl::OkStatus()) {
+          kFunctions(args).Compute(args, *pool_, memory_);
           return absl::OkStatus();
         });
     const auto spent = std::chrono::steady_clock::now() - start;
@@ -68,66 +117,8 @@ class CpuStream : public Stream {
   absl::StatusOr<StreamTimes> Wait() override { return std::exchange(times_, StreamTimes{}); }
 
  private:
-  void Compute(const SoftmaxTopKArgs& args) {
-    cpu::SoftmaxTopK(args, *pool_, softmax_topk_scratch_);
-  }
-  void Compute(const SampleArgs& args) { cpu::Sample(args, *pool_, sample_scratch_); }
-  void Compute(const VerifyArgs& args) { cpu::Verify(args, *pool_); }
-  void Compute(const AttentionSoftmaxArgs& args) { cpu::AttentionSoftmax(args, *pool_); }
-  void Compute(const AttentionSoftmaxBackwardArgs& args) {
-    cpu::AttentionSoftmaxBackward(args, *pool_, sink_scratch_);
-  }
-  void Compute(const CrossEntropyArgs& args) { cpu::CrossEntropy(args, *pool_, loss_scratch_); }
-  void Compute(const CrossEntropyBackwardArgs& args) { cpu::CrossEntropyBackward(args, *pool_); }
-  void Compute(const CrossEntropyTrainingArgs& args) {
-    cpu::CrossEntropyTraining(args, *pool_, loss_scratch_);
-  }
-  void Compute(const LinearTopKArgs& args) {
-    cpu::LinearTopK(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearSampleArgs& args) {
-    cpu::LinearSample(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearCrossEntropyArgs& args) {
-    cpu::LinearCrossEntropy(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearCrossEntropyBackwardPartialArgs& args) {
-    cpu::LinearCrossEntropyBackwardPartial(args, *pool_, linear_scratch_);
-  }
-  void Compute(const LinearCrossEntropyBackwardMergeArgs& args) {
-    cpu::LinearCrossEntropyBackwardMerge(args, *pool_, linear_scratch_);
-  }
-  void Compute(const LinearCrossEntropyBackwardArgs& args) {
-    cpu::LinearCrossEntropyBackward(args, *pool_, linear_scratch_);
-  }
-  void Compute(const LinearTopKPartialArgs& args) {
-    cpu::LinearTopKPartial(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearTopKMergeArgs& args) { cpu::TopKMerge(args, *pool_); }
-  void Compute(const LinearSamplePartialArgs& args) {
-    cpu::LinearSamplePartial(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearSampleMergeArgs& args) {
-    cpu::LinearSampleMerge(args, *pool_, linear_scratch_);
-  }
-  void Compute(const LinearCrossEntropyTargetsArgs& args) {
-    cpu::LinearCrossEntropyTargets(args, *pool_);
-  }
-  void Compute(const LinearCrossEntropyPartialArgs& args) {
-    cpu::LinearCrossEntropyPartial(args, *pool_, linear_scratch_, abandoned());
-  }
-  void Compute(const LinearCrossEntropyMergeArgs& args) { cpu::CrossEntropyMerge(args, *pool_); }
-  void Compute(const LinearCrossEntropyTrainingArgs& args) {
-    Compute(args.Forward());
-    Compute(args.Backward());
-  }
-
   cpu::ThreadPool* pool_;
-  cpu::SketchScratch softmax_topk_scratch_;
-  cpu::SampleCallScratch sample_scratch_;
-  cpu::Buffer<double> sink_scratch_;
-  cpu::LossScratch loss_scratch_;
-  cpu::LinearScratch linear_scratch_;
+  Memory memory_;
   StreamTimes times_;
 };
 

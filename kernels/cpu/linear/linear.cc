@@ -475,6 +475,12 @@ void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, Thre
   Backward(args, /*first_token=*/0, args.head.vocab(), pool, scratch).Run();
 }
 
+void LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args, ThreadPool& pool,
+                                LinearScratch& scratch, const std::atomic<bool>* abandoned) {
+  LinearCrossEntropy(args.Forward(), pool, scratch, abandoned);
+  LinearCrossEntropyBackward(args.Backward(), pool, scratch);
+}
+
 // ---- Shards
 
 void LinearTopKPartial(const LinearTopKPartialArgs& args, ThreadPool& pool, LinearScratch& scratch,

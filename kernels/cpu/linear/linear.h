@@ -56,6 +56,9 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch);
+void LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args, ThreadPool& pool,
+                                LinearScratch& scratch,
+                                const std::atomic<bool>* abandoned = nullptr);
 
 // The halves of these ops on a sharded head; the contract is kernels/shards.h. Otherwise as above.
 void LinearTopKPartial(const LinearTopKPartialArgs& args, ThreadPool& pool, LinearScratch& scratch,
