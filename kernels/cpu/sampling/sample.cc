@@ -47,15 +47,6 @@ void SampleOne(const SampleArgs& args, int64_t r, SampleScratch& scratch) {
   FinishSample(args, r, ReadRow(args, r, RowThreads(), scratch), RowThreads(), scratch);
 }
 
-// Plans a row that several threads read.
-void PlanSample(const SampleArgs& args, int64_t r, RowMemory& memory, Patch* patches,
-                SampleScratch& scratch, RowRead* read) {
-  *read = PlanRead(args, r, args.logits.rows, r, memory, scratch, patches);
-}
-void ReadSample(const RowRead& read, const SampleRow& ask, int64_t begin, int64_t end) {
-  ReadCells(read, ask, begin, end);
-}
-
 }  // namespace logitd::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -63,8 +54,8 @@ HWY_AFTER_NAMESPACE();
 namespace logitd::cpu {
 
 HWY_EXPORT(SampleOne);
-HWY_EXPORT(PlanSample);
-HWY_EXPORT(ReadSample);
+HWY_EXPORT(PlanRead);
+HWY_EXPORT(ReadCells);
 HWY_EXPORT(FinishSample);
 
 namespace {
@@ -102,12 +93,12 @@ void SampleFew(const SampleArgs& args, ThreadPool& pool, SampleCallScratch& scra
   RowRead* const reads = scratch.reads.Get(rows);
   pool.ParallelFor(rows, [&](int64_t r) {
     if (args.rows[r].active == 0) return;
-    HWY_DYNAMIC_DISPATCH(PlanSample)
-    (args, r, scratch.rows, patches + r * max_patches, SampleScratchOfThisThread(), reads + r);
+    reads[r] = HWY_DYNAMIC_DISPATCH(PlanRead)(
+        args, r, rows, r, scratch.rows, SampleScratchOfThisThread(), patches + r * max_patches);
   });
   ForCells(rows, args.logits.cols, pool, [&](int64_t r, int64_t begin, int64_t end) {
     if (args.rows[r].active == 0) return;
-    HWY_DYNAMIC_DISPATCH(ReadSample)(reads[r], args.rows[r], begin, end);
+    HWY_DYNAMIC_DISPATCH(ReadCells)(reads[r], args.rows[r], begin, end);
   });
   FinishRows(
       rows, pool, [&](int64_t r) { return TakesLong(args.rows[r], args.logits.cols); },
