@@ -42,16 +42,6 @@ absl::Status CheckTypes(const AttentionSoftmaxRequest& request) {
                                                     may_grow ? ", f32" : ""));
 }
 
-absl::Status CheckPayload(const AttentionSoftmaxRequest& request) {
-  const AttentionShape& shape = request.shape;
-  const int64_t need = shape.rows * shape.keys * static_cast<int64_t>(SizeOf(request.dtype));
-  if (request.payload_bytes == need) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %d bytes, but rows %d x keys %d x %s is %d bytes",
-                      request.backward ? "probs" : "scores", request.payload_bytes, shape.rows,
-                      shape.keys, Name(request.dtype), need));
-}
-
 absl::Status CheckWindow(std::string_view field, int64_t got) {
   if (got >= 0 || got == AttentionWindow::kUnbounded) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, allowed >= 0, or %d for unbounded",
@@ -122,7 +112,12 @@ absl::Status CheckSinks(const AttentionSoftmaxRequest& request) {
 absl::Status CheckAttentionSoftmax(const AttentionSoftmaxRequest& request) {
   LOGITD_RETURN_IF_ERROR(CheckTypes(request));
   LOGITD_RETURN_IF_ERROR(CheckShape(request.shape));
-  LOGITD_RETURN_IF_ERROR(CheckPayload(request));
+  LOGITD_RETURN_IF_ERROR(CheckPayload({.field = request.backward ? "probs" : "scores",
+                                       .bytes = request.payload_bytes,
+                                       .rows = request.shape.rows,
+                                       .cols_name = "keys",
+                                       .cols = request.shape.keys,
+                                       .dtype = request.dtype}));
   if (!std::isfinite(request.scale)) {
     return absl::InvalidArgumentError(
         absl::StrFormat("scale: got %g, allowed finite", request.scale));

@@ -50,19 +50,26 @@ absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32
   return absl::OkStatus();
 }
 
+absl::Status CheckPayload(const Payload& payload) {
+  const auto& [field, bytes, rows, cols_name, cols, dtype] = payload;
+  const int64_t row_bytes = cols * static_cast<int64_t>(SizeOf(dtype));
+  const int64_t max_rows = std::numeric_limits<int64_t>::max() / row_bytes;
+  LOGITD_RETURN_IF_ERROR(CheckRange("rows", rows, 1, max_rows));
+  if (bytes == rows * row_bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("%s: got %d bytes, but rows %d x %s %d x %s is %d bytes", field, bytes, rows,
+                      cols_name, cols, Name(dtype), rows * row_bytes));
+}
+
 absl::Status CheckLogits(const LogitsShape& shape) {
   LOGITD_RETURN_IF_ERROR(CheckDType("dtype", shape.dtype));
   LOGITD_RETURN_IF_ERROR(CheckRange("vocab", shape.vocab, 1, kMaxVocab));
-  const int64_t row_bytes = shape.vocab * static_cast<int64_t>(SizeOf(shape.dtype));
-  const int64_t max_rows = std::numeric_limits<int64_t>::max() / row_bytes;
-  LOGITD_RETURN_IF_ERROR(CheckRange("rows", shape.rows, 1, max_rows));
-  const int64_t need = shape.rows * row_bytes;
-  if (shape.payload_bytes != need) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("logits: got %d bytes, but rows %d x vocab %d x %s is %d bytes",
-                        shape.payload_bytes, shape.rows, shape.vocab, Name(shape.dtype), need));
-  }
-  return absl::OkStatus();
+  return CheckPayload({.field = "logits",
+                       .bytes = shape.payload_bytes,
+                       .rows = shape.rows,
+                       .cols_name = "vocab",
+                       .cols = shape.vocab,
+                       .dtype = shape.dtype});
 }
 
 }  // namespace logitd

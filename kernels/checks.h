@@ -45,6 +45,19 @@ absl::Span<const T> Slice(absl::Span<const T> all, int64_t first, int64_t count)
 absl::Status CheckIds(std::string_view field, size_t row, absl::Span<const int32_t> ids,
                       int64_t vocab);
 
+// A payload that came in: rows of `cols` elements, and the name of `cols` in errors.
+struct Payload {
+  std::string_view field;
+  int64_t bytes;
+  int64_t rows;
+  std::string_view cols_name;
+  int64_t cols;
+  DType dtype;
+};
+
+// OK where there are rows and as many bytes as they have, else INVALID_ARGUMENT with both.
+absl::Status CheckPayload(const Payload& payload);
+
 // The shape of a batch of logits as it came in.
 struct LogitsShape {
   DType dtype = DType::kF32;

@@ -1,7 +1,6 @@
 #include "kernels/head.h"
 
 #include <cmath>
-#include <limits>
 #include <string_view>
 
 #include "absl/strings/str_format.h"
@@ -40,16 +39,12 @@ absl::Status CheckHidden(const HiddenShape& shape, const HeadView& head) {
     return absl::InvalidArgumentError(
         absl::StrFormat("hidden: got %d, allowed %d (the head's)", shape.hidden, head.hidden()));
   }
-  const int64_t row_bytes = shape.hidden * static_cast<int64_t>(SizeOf(shape.dtype));
-  const int64_t max_rows = std::numeric_limits<int64_t>::max() / row_bytes;
-  LOGITD_RETURN_IF_ERROR(CheckRange("rows", shape.rows, 1, max_rows));
-  const int64_t need = shape.rows * row_bytes;
-  if (shape.payload_bytes != need) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("hidden states: got %d bytes, but rows %d x hidden %d x %s is %d bytes",
-                        shape.payload_bytes, shape.rows, shape.hidden, Name(shape.dtype), need));
-  }
-  return absl::OkStatus();
+  return CheckPayload({.field = "hidden states",
+                       .bytes = shape.payload_bytes,
+                       .rows = shape.rows,
+                       .cols_name = "hidden",
+                       .cols = shape.hidden,
+                       .dtype = shape.dtype});
 }
 
 }  // namespace logitd

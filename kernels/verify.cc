@@ -1,23 +1,13 @@
 #include "kernels/verify.h"
 
 #include "absl/strings/str_format.h"
+#include "kernels/checks.h"
 #include "kernels/status_macros.h"
 
 namespace logitd {
 namespace {
 
-absl::Status OutsideOf(std::string_view field, int64_t row, int64_t first, int64_t count,
-                       size_t size) {
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got entries [%d, %d + %d) at row %d, allowed inside the %d sent", field,
-                      first, first, count, row, size));
-}
-
-bool IsInside(int64_t first, int64_t count, size_t size) {
-  return first >= 0 && first <= static_cast<int64_t>(size) - count;
-}
-
-absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
+absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
   if (draft.token < 0 || draft.token >= vocab) {
@@ -28,8 +18,8 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
     case DraftKind::kGreedy:
       return absl::OkStatus();
     case DraftKind::kDense:
-      if (IsInside(draft.first_prob, vocab, request.draft_probs.size())) return absl::OkStatus();
-      return OutsideOf("draft_probs", r, draft.first_prob, vocab, request.draft_probs.size());
+      return CheckSlice("draft_probs", r, draft.first_prob, vocab, vocab,
+                        request.draft_probs.size());
     case DraftKind::kList:
       break;
     default:
@@ -37,16 +27,11 @@ absl::Status CheckDraft(const VerifyRequest& request, int64_t r) {
           absl::StrFormat("draft_kind: got %d at row %d, allowed greedy, list, dense",
                           static_cast<int>(draft.kind), r));
   }
-  if (draft.count < 1 || draft.count > vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("draft_count: got %d at row %d, allowed 1..%d", draft.count, r, vocab));
-  }
-  if (!IsInside(draft.first_prob, draft.count, request.draft_probs.size())) {
-    return OutsideOf("draft_probs", r, draft.first_prob, draft.count, request.draft_probs.size());
-  }
-  if (!IsInside(draft.first_id, draft.count, request.draft_ids.size())) {
-    return OutsideOf("draft_ids", r, draft.first_id, draft.count, request.draft_ids.size());
-  }
+  LOGITD_RETURN_IF_ERROR(CheckInt("draft_count", r, draft.count, 1, vocab));
+  LOGITD_RETURN_IF_ERROR(CheckSlice("draft_probs", r, draft.first_prob, draft.count, vocab,
+                                    request.draft_probs.size()));
+  LOGITD_RETURN_IF_ERROR(
+      CheckSlice("draft_ids", r, draft.first_id, draft.count, vocab, request.draft_ids.size()));
   bool has_token = false;
   int32_t least = 0;
   for (int32_t id : request.draft_ids.subspan(draft.first_id, draft.count)) {
@@ -83,7 +68,7 @@ absl::Status CheckVerify(const VerifyRequest& request) {
           sequence.first_row, sequence.first_row, sequence.rows, s, next, left));
     }
     for (int64_t r = next; r + 1 < next + sequence.rows; ++r) {
-      LOGITD_RETURN_IF_ERROR(CheckDraft(request, r));
+      LOGITD_RETURN_IF_ERROR(CheckDraft(request, static_cast<size_t>(r)));
     }
     next += sequence.rows;
   }
