@@ -1,4 +1,4 @@
-// Which kernel serves a linear op: routes.cu has the table, which is the only place that decides.
+// Which kernel serves a linear op: routes.cc has the table, which is the only place that decides.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
 

@@ -5,7 +5,7 @@
 // and cells are counted from the vocabulary's start.
 //
 // linear_cross_entropy's plain rows on Hopper go through hopper/loss.cu, which leaves cells
-// and no logits. All others make the logits of a block of rows as forward.cu does; then one kernel
+// and no logits. All others make the logits of a block of rows as forward.cc does; then one kernel
 // reads them once more and leaves cells, and softmax_topk chooses the shard's tokens.
 //
 // Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which L2

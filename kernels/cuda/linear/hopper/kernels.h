@@ -1,4 +1,4 @@
-// What the kernels of this folder do for the linear ops (linear/routes.cu says when).
+// What the kernels of this folder do for the linear ops (linear/routes.cc says when).
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_KERNELS_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_KERNELS_H_
 

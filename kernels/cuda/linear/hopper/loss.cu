@@ -3,7 +3,7 @@
 // kernel that merges them and writes the answers.
 //
 // Serves 16-bit heads without bias and softcap, and rows that want neither rank,
-// entropy nor top tokens; forward.cu sends other rows to other kernels. The logit of an extra is a
+// entropy nor top tokens; forward.cc sends other rows to other kernels. The logit of an extra is a
 // product of its own, by one warp; an extra that is the target takes the logit of the loss.
 //
 // Cost: the product; epilogues of about 2500 clocks of 65536 a tile at hidden 4096. Memory: rows *

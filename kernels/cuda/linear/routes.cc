@@ -8,7 +8,7 @@
 //   Which product on Hopper it is, and how it is cut, depends on the number of rows (hopper/few_rows.h,
 //     middle_plan.h, schedule.h). The bits are the same.
 //   Rows of linear_cross_entropy that want rank, entropy or top tokens need their logits. They take
-//     the first route that makes logits (forward.cu).
+//     the first route that makes logits (forward.cc).
 //   A training call that does not fit into memory is two ops (training.cu).
 //
 // Devices without sm_90a multiply by cuBLASLt only. Nothing was measured on one.

@@ -1,6 +1,6 @@
 // linear_topk, linear_sample, linear_cross_entropy: the logits of a block of rows are made in
 // scratch, in fp32, and the op that takes logits runs on them. hopper/loss.cu computes losses without
-// logits for the rows that want only losses and extras. routes.cu says which kernel makes logits.
+// logits for the rows that want only losses and extras. routes.cc says which kernel makes logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
