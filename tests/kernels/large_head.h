@@ -28,8 +28,7 @@ inline void Must(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
 
-// Memory of cudaMalloc, so that the device's free memory shows what is held. All bits are ones at
-// first: NaN, and no valid status.
+// Memory of cudaMalloc, which tests count. All bits are ones at first: NaN, and no valid status.
 template <class T>
 class DeviceArray {
  public:

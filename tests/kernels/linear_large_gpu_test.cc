@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -12,11 +11,11 @@
 #include <functional>
 #include <initializer_list>
 #include <iterator>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
-#include <stop_token>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -42,47 +41,57 @@ constexpr int64_t kVocabs[] = {32000, 128256, 256000};
 
 double MiB(int64_t bytes) { return static_cast<double>(bytes) / kMiB; }
 
-// The least free memory of the device since construction, polled: memory taken and freed between
-// two calls of the test shows too. So does memory of other processes.
-class MemoryWatch {
+// The device memory that this process holds, and the most that it held. The linker puts functions that
+// count, at the end of this file, in place of the runtime's: the device's free memory would show other
+// processes too. What cuBLASLt itself takes is not seen; it gets its workspace. Thread-safe.
+class HeldMemory {
  public:
-  MemoryWatch()
-      : before_(FreeBytes()), least_(before_), watcher_([this](std::stop_token stop) {
-          while (!stop.stop_requested()) {
-            least_ = std::min(least_, FreeBytes());
-            std::this_thread::sleep_for(std::chrono::microseconds(200));
-          }
-        }) {}
+  void Add(const void* data, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (data == nullptr) return;
+    sizes_[data] = static_cast<int64_t>(bytes);
+    held_ += static_cast<int64_t>(bytes);
+    most_ = std::max(most_, held_);
+  }
+  void Remove(const void* data) {
+    const std::lock_guard lock(mutex_);
+    const auto found = sizes_.find(data);
+    if (found == sizes_.end()) return;
+    held_ -= found->second;
+    sizes_.erase(found);
+  }
 
-  // The most that was taken. Call it once, before the memory in question is freed.
-  int64_t PeakBytes() {
-    watcher_.request_stop();
-    watcher_.join();
-    return before_ - std::min(least_, FreeBytes());
+  // From here on the most that was held is what is held.
+  int64_t Restart() {
+    const std::lock_guard lock(mutex_);
+    return most_ = held_;
+  }
+  int64_t most() const {
+    const std::lock_guard lock(mutex_);
+    return most_;
   }
 
  private:
-  static int64_t FreeBytes() {
-    size_t free = 0;
-    size_t total = 0;
-    Must(cudaMemGetInfo(&free, &total));
-    return static_cast<int64_t>(free);
-  }
-
-  const int64_t before_;
-  int64_t least_;  // the watcher's, until it is joined
-  std::jthread watcher_;
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  std::map<const void*, int64_t> sizes_;
+  int64_t held_ = 0;
+  int64_t most_ = 0;
 };
 
-// The most memory that `run` holds. `run` calls its argument when its work is done and nothing is
-// freed yet. A first run is not counted: it loads kernels and cuBLASLt, once a process.
+HeldMemory& Held() {
+  static auto& held = *new HeldMemory;
+  return held;
+}
+
+// The most memory that `run` holds. A first run is not counted: it loads kernels and cuBLASLt, once a
+// process.
 template <class Run>
 int64_t AddedBytes(Run run) {
-  run([] {});
-  MemoryWatch watch;
-  int64_t peak = 0;
-  run([&] { peak = watch.PeakBytes(); });
-  return peak;
+  run();
+  const int64_t before = Held().Restart();
+  run();
+  return Held().most() - before;
 }
 
 // Scratch of `bytes` in all. The last of them are a guard that the op must not write.
@@ -137,10 +146,9 @@ class LossProblem {
         d_hidden_(kLossRows * kHidden),
         d_weight_(vocab * kHidden) {}
 
-  // Fused and Unfused allocate what they need besides inputs and outputs, and call held() before
-  // they free it. The gradients are those of the mean of the losses.
-  template <class Held>
-  void Fused(int64_t scratch_bytes, Step step, Held held) {
+  // Fused and Unfused allocate what they need besides inputs and outputs. The gradients are those of
+  // the mean of the losses.
+  void Fused(int64_t scratch_bytes, Step step) {
     OwnScratch own(scratch_bytes);
     const LinearCrossEntropyTrainingArgs training{.gradient = {.hidden = Hidden(),
                                                                .head = Head(),
@@ -159,7 +167,6 @@ class LossProblem {
                                             nullptr));
     }
     Must(cudaDeviceSynchronize());
-    held();
     EXPECT_TRUE(own.IsGuardWhole()) << "wrote after the end of scratch, V = " << vocab_;
   }
 
@@ -182,8 +189,7 @@ class LossProblem {
   }
 
   // Unfused with the least memory: logits of 16 bits, which their gradient overwrites.
-  template <class Held>
-  void Unfused(bool backward, Held held) {
+  void Unfused(bool backward) {
     OwnScratch own(16 * kMiB);
     cuda::Scratch scratch = own.scratch();
     scratch.bytes -= own.products().workspace_bytes();
@@ -212,7 +218,6 @@ class LossProblem {
       multiply({.a = args.logits, .transpose_a = true, .b = Hidden(), .out = DWeight()});
     }
     Must(cudaDeviceSynchronize());
-    held();
   }
 
   struct Answers {
@@ -401,10 +406,9 @@ class LinearLargeGpuTest : public CudaTest {
     int64_t fused_before = 0, unfused_before = 0, vocab_before = 0;
     for (const int64_t vocab : kVocabs) {
       LossProblem problem(*weight_, vocab);
-      const int64_t fused =
-          AddedBytes([&](auto held) { problem.Fused(scratch_bytes, step, held); });
+      const int64_t fused = AddedBytes([&] { problem.Fused(scratch_bytes, step); });
       const LossProblem::Answers fused_answers = problem.TakeAnswers(backward);
-      const int64_t unfused = AddedBytes([&](auto held) { problem.Unfused(backward, held); });
+      const int64_t unfused = AddedBytes([&] { problem.Unfused(backward); });
       const LossProblem::Answers unfused_answers = problem.TakeAnswers(backward);
       std::printf("%s, V = %d: adds %.1f MiB fused, %.1f MiB unfused\n", name,
                   static_cast<int>(vocab), MiB(fused), MiB(unfused));
@@ -636,3 +640,34 @@ TEST_F(LinearLargeGpuTest, SamplesOfARowDependOnlyOnTheRow) {
 
 }  // namespace
 }  // namespace logitd::testing
+
+// ---- What the linker puts in place of the runtime's functions (CMakeLists.txt)
+
+extern "C" {
+
+cudaError_t __real_cudaMalloc(void** data, size_t bytes);
+cudaError_t __real_cudaMallocAsync(void** data, size_t bytes, cudaStream_t stream);
+cudaError_t __real_cudaFree(void* data);
+cudaError_t __real_cudaFreeAsync(void* data, cudaStream_t stream);
+
+cudaError_t __wrap_cudaMalloc(void** data, size_t bytes) {
+  const cudaError_t error = __real_cudaMalloc(data, bytes);
+  if (error == cudaSuccess) logitd::testing::Held().Add(*data, bytes);
+  return error;
+}
+cudaError_t __wrap_cudaMallocAsync(void** data, size_t bytes, cudaStream_t stream) {
+  const cudaError_t error = __real_cudaMallocAsync(data, bytes, stream);
+  if (error == cudaSuccess) logitd::testing::Held().Add(*data, bytes);
+  return error;
+}
+// Forgotten first: another thread may get the same memory at once.
+cudaError_t __wrap_cudaFree(void* data) {
+  logitd::testing::Held().Remove(data);
+  return __real_cudaFree(data);
+}
+cudaError_t __wrap_cudaFreeAsync(void* data, cudaStream_t stream) {
+  logitd::testing::Held().Remove(data);
+  return __real_cudaFreeAsync(data, stream);
+}
+
+}  // extern "C"
