@@ -420,6 +420,32 @@ inline std::string FirstFiniteDifference(OpRunner& runner, const uint64_t& seed)
   return "";
 }
 
+// ---- Rows that are left out
+
+// Makes an active row one that asks for nothing. Its other parameters stay.
+inline void AskForNothing(CrossEntropyRow& row) {
+  if (row.active == 0) return;
+  row.target = kIgnoredTarget;
+  row.want = row.top_logprobs = row.extra_count = 0;
+}
+
+inline int64_t CountedRows(absl::Span<const CrossEntropyRow> rows) {
+  return std::count_if(rows.begin(), rows.end(), [](const CrossEntropyRow& row) {
+    return row.active != 0 && !AsksForNothing(row);
+  });
+}
+
+// Whether row r has the answer of a row that is left out.
+inline bool IsLeftOutAnswer(const LossAnswer& got, int64_t r) {
+  const auto is_zero = [](float x) { return BitsOf(x) == 0; };
+  // Those that no row wants have no array.
+  const auto is_zero_or_absent = [&](float x) { return is_zero(x) || x == kUnwrittenFloat; };
+  return is_zero(got.loss[r]) && is_zero(got.logsumexp[r]) && is_zero(got.target_logprob[r]) &&
+         got.status[r].code == RowCode::kOk && got.status[r].position == -1 &&
+         (got.rank.empty() || got.rank[r] == 0 || got.rank[r] == kUnwrittenIndex) &&
+         (got.entropy.empty() || is_zero_or_absent(got.entropy[r]));
+}
+
 // ---- Bits that depend only on the row
 
 // All bits of row r's answer.

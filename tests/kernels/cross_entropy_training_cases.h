@@ -221,12 +221,74 @@ inline std::vector<LossCase> LossTrainingCases() {
   return cases;
 }
 
+// ---- Rows that are left out
+
+inline std::vector<LossCase> LeftOutCases() {
+  std::vector<LossCase> cases;
+  uint64_t n = 3000;
+  for (DType dtype : kAllDTypes) {
+    cases.push_back({dtype, 257, 7, 1, 1, Fill::kNormal, ++n});
+    cases.push_back({dtype, 60, 33, 0, 3, Fill::kNormal, ++n});
+    cases.push_back({dtype, 40, 1000, 3, 1, Fill::kWithNan, ++n});
+    cases.push_back({dtype, 20, 4097, 1, 0, Fill::kNormal, ++n});
+    cases.push_back({dtype, 200, 2100, 0, 0, Fill::kMostlyMinusInf, ++n, false});
+    cases.push_back({dtype, 140, 9217, 0, 1, Fill::kNormal, ++n, false});
+    cases.push_back({dtype, 4, 70001, 1, 5, Fill::kNormal, ++n, n % 2 == 0});
+  }
+  return cases;
+}
+
+// "" where rows that ask for nothing have answers of 0, whatever their logits hold, and where all
+// other answers, and all gradients, have the bits of a call that leaves out no row. Every third row asks
+// for nothing, then every row does.
+inline std::string FirstLeftOutLossDifference(OpRunner& runner, const LossCase& c) {
+  for (const int64_t every : {3, 1}) {
+    LossTrainingCall call = MakeTrainingCall(c);
+    call.batch.says_all_wanted = c.tops && c.seed % 2 == 0;
+    for (int64_t r = every / 2; r < c.rows; r += every) {
+      AskForNothing(call.batch.rows[r]);
+      call.logits.Set(r, r % c.vocab, kNan);
+    }
+    const auto differs = [&](std::string_view field, int64_t r) {
+      return absl::StrFormat("%s: %s of row %d, where every %d asks for nothing", Describe(c),
+                             field, r, every);
+    };
+    const auto whole = runner.CrossEntropyTraining(call);
+    if (!whole.ok()) return absl::StrFormat("%s: %s", Describe(c), whole.status().ToString());
+    for (const int64_t said : {CountedRows(call.batch.rows), c.rows}) {
+      call.batch.counted_rows = said;
+      const auto loss = runner.CrossEntropy(call.logits, call.batch);
+      if (!loss.ok()) return absl::StrFormat("%s: %s", Describe(c), loss.status().ToString());
+      const auto training = runner.CrossEntropyTraining(call);
+      if (!training.ok())
+        return absl::StrFormat("%s: %s", Describe(c), training.status().ToString());
+      for (int64_t r = 0; r < c.rows; ++r) {
+        const CrossEntropyRow& row = call.batch.rows[r];
+        for (const LossAnswer* got : {&*loss, &training->loss}) {
+          if (row.active != 0 && AsksForNothing(row)
+                  ? !IsLeftOutAnswer(*got, r)
+                  : LossBits(*got, row, r) != LossBits(whole->loss, row, r)) {
+            return differs(got == &*loss ? "answers" : "answers of training", r);
+          }
+        }
+        for (int64_t i = 0; i < c.vocab; ++i) {
+          const float is = training->d_logits.At(r, i), was = whole->d_logits.At(r, i);
+          if (BitsOf(is) != BitsOf(was) && !(std::isnan(is) && std::isnan(was)))
+            return differs("gradient", r);
+        }
+      }
+    }
+  }
+  return "";
+}
+
 inline std::vector<OpCheck> CrossEntropyTrainingChecks() {
   return {
       ForAll("TrainingKeepsEveryClaim", LossTrainingClaims, BrokenClaim),
       ForAll("TrainingAgreesWithDoublePrecisionAndWithTwoCalls", LossTrainingCases,
              FirstTrainingDifference),
       {"ACallOfNoRowsDoesNothing", BrokenTrainingOfNoRows},
+      ForAll("LeftOutRowsChangeNoOtherRow", LeftOutCases, FirstLeftOutLossDifference),
   };
 }
 

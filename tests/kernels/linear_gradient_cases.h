@@ -280,31 +280,51 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
   return "";
 }
 
-// "" where ignored rows have a d_hidden of zeros and add zeros to d_weight, whatever the weights
-// and the hidden states.
-inline std::string BrokenGradientOfIgnored(OpRunner& runner) {
-  const LinearCase c{.rows = 2, .vocab = 7, .hidden = 8, .bias = true, .seed = 3};
+// "" where a call of only ignored rows has gradients of zeros, whatever the weights and the hidden
+// states, and answers of 0 where they are left out: of the backward, and of training, also where it has
+// a kernel of its own.
+inline std::string BrokenGradientOfIgnored(OpRunner& runner, const LinearCase& c) {
   const LinearInput input = RandomInput(c);
-  LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
-  call.rows = {PlainLoss(kIgnoredTarget), PlainLoss(kIgnoredTarget)};
-  call.logsumexp = {kNan, 1};
-  call.hidden.Set(0, 2, kNan);
-  call.hidden.Set(1, 3, kInf);
-  call.head.weight.Set(6, 1, kInf);
-  auto got = runner.LinearCrossEntropyBackward(call);
-  if (!got.ok()) return got.status().ToString();
-  for (int64_t d = 0; d < c.hidden; ++d) {
-    for (int64_t r = 0; r < c.rows; ++r) {
-      if (got->d_hidden.At(r, d) != 0) return absl::StrFormat("d_hidden[%d, %d]", r, d);
+  for (const int64_t counted_rows : {-1, 0}) {
+    LinearBackwardCall call = MakeLinearBackwardCall(c, input, DType::kF32);
+    call.rows.assign(c.rows, PlainLoss(kIgnoredTarget));
+    call.logsumexp.assign(c.rows, kNan);
+    for (int64_t r = 0; r < c.rows; ++r) call.hidden.Set(r, r % c.hidden, r % 2 == 0 ? kNan : kInf);
+    call.head.weight.Set(c.vocab - 1, 1, kInf);
+    call.d_weight = AlignedTensor(DType::kF32, c.vocab, c.hidden, 0);
+    call.want_d_bias = c.bias;
+    call.counted_rows = counted_rows;
+    auto backward = runner.LinearCrossEntropyBackward(call);
+    if (!backward.ok()) return backward.status().ToString();
+    auto training = runner.LinearCrossEntropyTraining(call);
+    if (!training.ok()) return training.status().ToString();
+    const auto differs = [&](std::string_view field, int64_t row, int64_t column) {
+      return absl::StrFormat("%s, %d counted: %s[%d, %d]", Describe(c), counted_rows, field, row,
+                             column);
+    };
+    for (int64_t r = 0; r < c.rows && counted_rows == 0; ++r) {
+      if (!IsLeftOutAnswer(training->loss, r)) return differs("answers", r, 0);
     }
-    for (int64_t i = 0; i < c.vocab; ++i) {
-      if (got->d_weight.At(i, d) != 0) return absl::StrFormat("d_weight[%d, %d]", i, d);
+    for (const LinearBackwardAnswer* got : {&*backward, &training->gradient}) {
+      for (int64_t d = 0; d < c.hidden; ++d) {
+        for (int64_t r = 0; r < c.rows; ++r) {
+          if (got->d_hidden.At(r, d) != 0) return differs("d_hidden", r, d);
+        }
+        for (int64_t i = 0; i < c.vocab; ++i) {
+          if (got->d_weight.At(i, d) != 0) return differs("d_weight", i, d);
+        }
+      }
+      for (int64_t i = 0; c.bias && i < c.vocab; ++i) {
+        if (got->d_bias[i] != 0) return differs("d_bias", i, 0);
+      }
     }
-  }
-  for (float x : got->d_bias) {
-    if (x != 0) return "d_bias";
   }
   return "";
+}
+inline std::vector<LinearCase> IgnoredCases() {
+  return {{.rows = 2, .vocab = 7, .bias = true, .seed = 3},
+          {.dtype = DType::kBF16, .rows = 70, .vocab = 300, .hidden = 64, .seed = 4},
+          {.dtype = DType::kF16, .rows = 70, .vocab = 300, .hidden = 64, .seed = 5}};
 }
 
 // "" where the gradients of a weight and a bias are zeros in a call of no rows.
@@ -524,32 +544,26 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
   const auto differs = [&](std::string_view what, int64_t r) {
     return absl::StrFormat("%s: %s of row %d", Describe(c), what, r);
   };
-  const auto is_zero = [](const LossAnswer& got, int64_t r) {
-    return got.loss[r] == 0 && got.logsumexp[r] == 0 && got.target_logprob[r] == 0 &&
-           got.status[r].code == RowCode::kOk && got.status[r].position == -1;
-  };
   const LinearInput input = RandomInput(c);
   LossBatch batch = LossBatchOf(c);
   HostTensor hidden = input.hidden;
-  int64_t counted = 0;
-  for (int64_t r = 0; r < c.rows; ++r) {
-    CrossEntropyRow& row = batch.rows[r];
-    if (row.active != 0 && r % 3 == 1) {
-      row = PlainLoss(kIgnoredTarget);
-      hidden.Set(r, c.hidden / 2, kNan);
-    }
-    counted += row.active != 0 && !AsksForNothing(row) ? 1 : 0;
+  for (int64_t r = 1; r < c.rows; r += 3) {
+    AskForNothing(batch.rows[r]);
+    hidden.Set(r, c.hidden / 2, kNan);
   }
   auto all = runner.LinearCrossEntropy(input.hidden, input.head, batch);
   if (!all.ok()) return absl::StrFormat("%s: %s", Describe(c), all.status().ToString());
-  for (const int64_t said : {counted, c.rows}) {
-    auto some = runner.LinearCrossEntropy(hidden, input.head, batch, said);
+  for (const int64_t said : {CountedRows(batch.rows), c.rows}) {
+    batch.counted_rows = said;
+    auto some = runner.LinearCrossEntropy(hidden, input.head, batch);
     if (!some.ok()) return absl::StrFormat("%s: %s", Describe(c), some.status().ToString());
     for (int64_t r = 0; r < c.rows; ++r) {
       const CrossEntropyRow& row = batch.rows[r];
       const bool left_out = row.active != 0 && AsksForNothing(row);
-      if (left_out ? !is_zero(*some, r) : LossBits(*some, row, r) != LossBits(*all, row, r))
+      if (left_out ? !IsLeftOutAnswer(*some, r)
+                   : LossBits(*some, row, r) != LossBits(*all, row, r)) {
         return differs("answers", r);
+      }
     }
   }
 
@@ -557,24 +571,22 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
   LinearBackwardCall call = MakeLinearBackwardCall(c, input, d_type);
   call.want_d_bias = c.bias;
   call.d_weight = AlignedTensor(d_type, c.vocab, c.hidden, 0);
-  counted = std::count_if(call.rows.begin(), call.rows.end(), IsCounted);
   auto whole = runner.LinearCrossEntropyTraining(call);
   if (!whole.ok()) return absl::StrFormat("%s: %s", Describe(c), whole.status().ToString());
-  for (const int64_t said : {counted, c.rows}) {
+  for (const int64_t said : {CountedRows(call.rows), c.rows}) {
     call.counted_rows = said;
     auto got = runner.LinearCrossEntropyTraining(call);
     if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
     for (int64_t r = 0; r < c.rows; ++r) {
       const CrossEntropyRow& row = call.rows[r];
-      const bool left_out = row.active != 0 && !IsCounted(row);
-      if (left_out ? !is_zero(got->loss, r)
+      const bool left_out = row.active != 0 && AsksForNothing(row);
+      if (left_out ? !IsLeftOutAnswer(got->loss, r)
                    : LossBits(got->loss, row, r) != LossBits(whole->loss, row, r)) {
         return differs("answers of training", r);
       }
       for (int64_t d = 0; d < c.hidden; ++d) {
-        const float is = got->gradient.d_hidden.At(r, d);
-        const float was = whole->gradient.d_hidden.At(r, d);
-        if (left_out ? is != 0 : BitsOf(is) != BitsOf(was)) return differs("d_hidden", r);
+        if (BitsOf(got->gradient.d_hidden.At(r, d)) != BitsOf(whole->gradient.d_hidden.At(r, d)))
+          return differs("d_hidden", r);
       }
     }
     const std::string difference =
@@ -584,13 +596,33 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
   return "";
 }
 
+// "" where the backward gives a row the d_hidden that it has in a call that leaves out no row, to the
+// bit, and the other gradients are those of the reference: they may sum rows in another order.
+inline std::string FirstLeftOutBackwardDifference(OpRunner& runner, const LinearCase& c) {
+  const LinearInput input = RandomInput(c);
+  LinearBackwardCall call = MakeLinearBackwardCall(c, input, c.dtype);
+  call.want_d_bias = c.bias;
+  auto whole = runner.LinearCrossEntropyBackward(call);
+  if (!whole.ok()) return absl::StrFormat("%s: %s", Describe(c), whole.status().ToString());
+  call.counted_rows = CountedRows(call.rows);
+  auto got = runner.LinearCrossEntropyBackward(call);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      if (BitsOf(got->d_hidden.At(r, d)) == BitsOf(whole->d_hidden.At(r, d))) continue;
+      return absl::StrFormat("%s: other bits of d_hidden[%d, %d]", Describe(c), r, d);
+    }
+  }
+  return GradientDifference(c, input, call, *got, Rounding(c.dtype));
+}
+
 inline std::vector<OpCheck> LinearGradientChecks() {
   return {
       ForAll("GradientAgreesWithDoublePrecision", LinearGradientCases,
              FirstLinearGradientDifference),
       ForAll("GradientIsThatOfTheLossByFiniteDifferences", Seeds<12>, FirstLinearFiniteDifference),
       {"GradientOfARowDependsOnlyOnTheRow", BrokenGradientIsolation},
-      {"IgnoredRowsAddNothing", BrokenGradientOfIgnored},
+      ForAll("IgnoredRowsAddNothing", IgnoredCases, BrokenGradientOfIgnored),
       {"GradientsOfNoRowsAreZeros", BrokenGradientOfNoRows},
       ForAll("TrainingAgreesWithDoublePrecision", LinearTrainingCases,
              FirstLinearTrainingDifference),
@@ -598,6 +630,8 @@ inline std::vector<OpCheck> LinearGradientChecks() {
              FirstShiftedTrainingDifference),
       ForAll("TrainingOfARowDependsOnlyOnTheRow", SixteenBitTypes, BrokenTrainingIsolation),
       ForAll("LeftOutRowsChangeNoOtherRow", LinearTrainingCases, FirstLeftOutDifference),
+      ForAll("LeftOutRowsChangeNoOtherRowOfTheBackward", LinearGradientCases,
+             FirstLeftOutBackwardDifference),
   };
 }
 

@@ -113,6 +113,7 @@ struct LossBatch {
   int64_t top_entries = 0;
   int64_t extra_entries = 0;
   bool says_all_wanted = false;  // even if no row wants it; else arrays that no row wants are null
+  int64_t counted_rows = -1;     // as in CrossEntropyArgs
 };
 
 struct LossAnswer {
@@ -249,6 +250,7 @@ inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, Lo
       args->max_top_logprobs = std::max(args->max_top_logprobs, row.top_logprobs);
     }
   }
+  args->counted_rows = batch.counted_rows;
   arena.In(batch.rows, &args->rows);
   arena.In(batch.extra_ids, &args->extra_ids);
   const auto count = static_cast<int64_t>(batch.rows.size());
@@ -369,13 +371,12 @@ class OpRunner {
   }
 
   absl::StatusOr<LossAnswer> LinearCrossEntropy(const HostTensor& hidden, const HostHead& head,
-                                                const LossBatch& batch, int64_t counted_rows = -1) {
+                                                const LossBatch& batch) {
     LinearCrossEntropyArgs args;
     LossAnswer answer;
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.cross_entropy, &answer);
-    args.cross_entropy.counted_rows = counted_rows;
     return Run(args, answer);
   }
 
