@@ -32,6 +32,8 @@ struct RowGradient {
   int32_t target;     // from the head's first token on; a shard may not have it
   int32_t at;         // in the group
   RowUse use;
+
+  __device__ float OfHidden() const { return HiddenFactor(exponent); }
 };
 
 // ---- kernels -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -63,7 +64,8 @@ __device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
 
 // ---- kernels of both ------------------------------------------------------------------------------
 
-// The `Row` of the kernels below is any struct with a `use`; of PackKernel also with an `at`.
+// The `Row` of the kernels below is any struct with a `use` and an `at`; of StoreKernel also with
+// OfHidden(), the factor from its sums to its d_hidden.
 
 // Block i copies the hidden state of rows[i], which is row rows[i].at; zeros where its use is less than
 // `least`. Rows are aligned to 16 bytes.
@@ -83,8 +85,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   if (i < size) to[i] = taken ? hidden[i] : FromFloat<T>(0.0f);
 }
 
-// Block i writes row i of sums; zeros where the row is not counted, nothing where it is skipped.
-// rows null: all are counted, without an exponent.
+// Block i writes row i of sums, times its factor, to row rows[i].at; zeros where the row is not counted,
+// nothing where it is skipped. rows null: row i as it is.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     StoreKernel(const float* sums, int64_t sums_stride, int size, const Row* rows, T* to,
@@ -92,10 +94,10 @@ __global__ void __launch_bounds__(kCopyThreads)
   const int64_t r = blockIdx.x;
   const RowUse use = rows == nullptr ? RowUse::kCounted : rows[r].use;
   if (use == RowUse::kSkipped) return;
-  const float factor = rows == nullptr ? 1.0f : HiddenFactor(rows[r].exponent);
+  const float factor = rows == nullptr ? 1.0f : rows[r].OfHidden();
+  to += (rows == nullptr ? r : rows[r].at) * to_stride;
   for (int i = threadIdx.x; i < size; i += kCopyThreads)
-    to[r * to_stride + i] =
-        FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
+    to[i] = FromFloat<T>(use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
 }
 
 // The kernels and products of a call, which are enqueued one after the other. After the first error
@@ -130,11 +132,11 @@ class Steps {
     Do([&] { return products_.Enqueue(product, stream_); });
   }
 
-  // Writes `to` [to.rows, sums.cols], as StoreKernel. sums: f32.
+  // Writes the rows of `sums`, f32, that `to` has, as StoreKernel.
   template <class Row>
   void Store(const TensorView& sums, const Row* rows, const MutableTensorView& to) {
     VisitDType(to.dtype, [&]<class T>() {
-      Launch(&StoreKernel<T, Row>, GridFor(to.rows), kCopyThreads,
+      Launch(&StoreKernel<T, Row>, GridFor(std::min(sums.rows, to.rows)), kCopyThreads,
              static_cast<const float*>(sums.data), sums.row_stride, static_cast<int>(sums.cols),
              rows, static_cast<T*>(to.data), to.row_stride);
     });

@@ -48,16 +48,16 @@ __device__ inline void ReadCell(const float* row, int first, int tokens, int lan
 }
 
 struct TopKPartialParams {
-  TensorView logits;           // [rows, tokens]
-  const SoftmaxTopKRow* asks;  // [rows]: k of the shard, entries [r * most_k, ...)
-  const int32_t* indices;      // of softmax_topk by `asks`
-  const RowStatus* status;
+  TensorView logits = {};                // [rows, tokens]
+  const SoftmaxTopKRow* asks = nullptr;  // [rows]: k of the shard, entries [r * most_k, ...)
+  const int32_t* indices = nullptr;      // of softmax_topk by `asks`
+  const RowStatus* status = nullptr;
   // Arrays of the block. They begin at the first of these rows.
-  float* max;  // null: no cells are wanted
-  float* sum;
-  int32_t* nan;
+  float* max = nullptr;  // null: no cells are wanted
+  float* sum = nullptr;
+  int32_t* nan = nullptr;
   uint64_t* keys;
-  int32_t row_cells;
+  int32_t row_cells = 0;
   int32_t row_keys;
   int32_t first_token;
 };
@@ -94,29 +94,23 @@ __global__ void __launch_bounds__(kCellThreads)
   }
 }
 
+// The first tokens that a row needs, and the temperature of its cells.
+__device__ inline SoftmaxTopKRow AskOf(const SoftmaxTopKRow& row) { return row; }
+__device__ inline SoftmaxTopKRow AskOf(const SampleRow& row) {
+  return {.temperature = 1.0f, .k = row.active == 0 ? 0 : KeptTokens(row)};
+}
+__device__ inline SoftmaxTopKRow AskOf(const CrossEntropyRow& row) {
+  return {.temperature = 1.0f, .k = row.active == 0 ? 0 : row.top_logprobs};
+}
+
 // What softmax_topk is asked for on a shard, by a thread for each row.
-__global__ void TopKAsksKernel(const SoftmaxTopKRow* rows, int64_t count, int tokens, int most_k,
-                               SoftmaxTopKRow* asks) {
+template <class Row>
+__global__ void AsksKernel(const Row* rows, int64_t count, int tokens, int most_k,
+                           SoftmaxTopKRow* asks) {
   const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (r >= count) return;
-  asks[r] = {
-      .first_entry = r * most_k, .temperature = rows[r].temperature, .k = min(rows[r].k, tokens)};
-}
-__global__ void KeptAsksKernel(const SampleRow* rows, int64_t count, int tokens, int most_k,
-                               SoftmaxTopKRow* asks) {
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (r >= count) return;
-  asks[r] = {.first_entry = r * most_k,
-             .temperature = 1.0f,
-             .k = rows[r].active == 0 ? 0 : min(KeptTokens(rows[r]), tokens)};
-}
-__global__ void TopAsksKernel(const CrossEntropyRow* rows, int64_t count, int tokens, int most_k,
-                              SoftmaxTopKRow* asks) {
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (r >= count) return;
-  asks[r] = {.first_entry = r * most_k,
-             .temperature = 1.0f,
-             .k = rows[r].active == 0 ? 0 : min(rows[r].top_logprobs, tokens)};
+  const SoftmaxTopKRow ask = AskOf(rows[r]);
+  asks[r] = {.first_entry = r * most_k, .temperature = ask.temperature, .k = min(ask.k, tokens)};
 }
 
 constexpr int kLossWarps = 16;
@@ -270,12 +264,11 @@ cudaError_t LaunchEmpty(int64_t rows, int32_t* nan, int32_t* before, cudaStream_
 }
 
 // Chooses the shard's first tokens of every row of `logits`, as many rows at a time as scratch has
-// room for, and writes their keys, and the cells and NaNs where they are wanted. `ask_kernel` makes
-// softmax_topk's asks from `rows`. `to`: from the first row of `logits` on.
+// room for, and writes their keys, and the cells and NaNs where they are wanted. `to`: from the first
+// row of `logits` on.
 template <class Row>
-cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
-                         void (*ask_kernel)(const Row*, int64_t, int, int, SoftmaxTopKRow*),
-                         int64_t keys, TopKPartialParams to, Scratch scratch, cudaStream_t stream) {
+cudaError_t ChooseTokens(const TensorView& logits, const Row* rows, int64_t keys,
+                         TopKPartialParams to, Scratch scratch, cudaStream_t stream) {
   const int64_t tokens = logits.cols;
   const int64_t most_k = std::min(keys, tokens);
   const int64_t row_bytes = most_k * 8 + static_cast<int64_t>(sizeof(SoftmaxTopKRow)) + 16;
@@ -296,9 +289,9 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
   for (int64_t first = 0; first < logits.rows; first += step) {
     const int64_t count = std::min(step, logits.rows - first);
     to.logits = RowsOf(logits, first, count);
-    cudaError_t error =
-        LaunchKernel(ask_kernel, {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads},
-                     stream, rows + first, count, ToInt(tokens), ToInt(most_k), asks);
+    cudaError_t error = LaunchKernel(
+        &AsksKernel<Row>, {.grid = GridFor(count, kCopyThreads), .threads = kCopyThreads}, stream,
+        rows + first, count, ToInt(tokens), ToInt(most_k), asks);
     if (error != cudaSuccess) return error;
     error = SoftmaxTopK({.logits = to.logits,
                          .rows = asks,
@@ -321,12 +314,33 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows,
   return cudaSuccess;
 }
 
-// Copies rows of f32 logits to `to` of row stride `stride`.
-cudaError_t CopyLogits(const TensorView& logits, float* to, int64_t stride, cudaStream_t stream) {
-  return cudaMemcpy2DAsync(to, static_cast<size_t>(stride) * 4, logits.data,
-                           static_cast<size_t>(logits.row_stride) * 4,
-                           static_cast<size_t>(logits.cols) * 4, static_cast<size_t>(logits.rows),
-                           cudaMemcpyDefault, stream);
+// Writes the logits of all rows of a shard with tokens to `to`, which may be a peer's, of row stride
+// `stride`. Blocks of rows that can be written there themselves are not copied: a product writes all
+// rows of a block, and only with a stride of 32 by the algorithm of the head; other kernels write a
+// multiple of 4.
+template <class Args>
+cudaError_t WriteLogits(const Args& args, const VocabShards& shards, float* to, int64_t stride,
+                        Products& products, Scratch scratch, cudaStream_t stream) {
+  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const bool is_product = route.kernel == LinearKernel::kProduct;
+  const BlockLogits block(args.head, shards.vocab, route, 4, products, scratch, stream);
+  for (int64_t first = 0; first < args.hidden.rows; first += block.rows()) {
+    const int64_t count = std::min(block.rows(), args.hidden.rows - first);
+    const bool in_place = is_product ? stride % 32 == 0 && count == block.rows() : stride % 4 == 0;
+    const TensorView states = RowsOf(args.hidden, first, count);
+    float* const at = to + first * stride;
+    cudaError_t error =
+        in_place ? block.Make(states, args.head, at, stride, scratch) : block.Make(states, scratch);
+    if (error == cudaSuccess && !in_place) {
+      const TensorView logits = block.View(count);
+      error = cudaMemcpy2DAsync(at, static_cast<size_t>(stride) * 4, logits.data,
+                                static_cast<size_t>(logits.row_stride) * 4,
+                                static_cast<size_t>(logits.cols) * 4, static_cast<size_t>(count),
+                                cudaMemcpyDefault, stream);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 // The parts of rows through logits. `targets`: the gathered ones of these rows.
@@ -356,19 +370,10 @@ cudaError_t LossesFromShardLogits(const LinearCrossEntropyPartialArgs& args,
                          stream, p);
     if (error != cudaSuccess) return error;
     if (shape.max_top == 0) continue;
-    error = ChooseTokens(logits, rows + first, &TopAsksKernel, shape.keys(),
-                         {.logits = {},
-                          .asks = nullptr,
-                          .indices = nullptr,
-                          .status = nullptr,
-                          .max = nullptr,
-                          .sum = nullptr,
-                          .nan = nullptr,
-                          .keys = to.keys,
-                          .row_cells = 0,
-                          .row_keys = ToInt(shape.keys()),
-                          .first_token = ToInt(shard.first)},
-                         scratch, stream);
+    error = ChooseTokens(
+        logits, rows + first, shape.keys(),
+        {.keys = to.keys, .row_keys = ToInt(shape.keys()), .first_token = ToInt(shard.first)},
+        scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -412,10 +417,9 @@ cudaError_t HopperShardLosses(const LinearCrossEntropyPartialArgs& args, Product
 }
 
 // Args: LinearTopKPartialArgs, or another struct with its members.
-template <class Args, class Row>
-cudaError_t TokensPartial(const Args& args,
-                          void (*ask_kernel)(const Row*, int64_t, int, int, SoftmaxTopKRow*),
-                          Products& products, Scratch scratch, cudaStream_t stream) {
+template <class Args>
+cudaError_t TokensPartial(const Args& args, Products& products, Scratch scratch,
+                          cudaStream_t stream) {
   const TopKPartialShape& shape = args.shape;
   const VocabShard shard = shape.shards.at(args.shard);
   const TopKPartials to = shape.At(args.block);
@@ -428,12 +432,8 @@ cudaError_t TokensPartial(const Args& args,
     cudaError_t error = block.Make(RowsOf(args.hidden, first, count), scratch);
     if (error != cudaSuccess) return error;
     const int64_t cells = first * shape.shards.most_cells();
-    error = ChooseTokens(block.View(count), args.rows + first, ask_kernel, shape.keys(),
-                         {.logits = {},
-                          .asks = nullptr,
-                          .indices = nullptr,
-                          .status = nullptr,
-                          .max = to.max + cells,
+    error = ChooseTokens(block.View(count), args.rows + first, shape.keys(),
+                         {.max = to.max + cells,
                           .sum = to.sum + cells,
                           .nan = to.nan + first,
                           .keys = From(to.keys, first * shape.keys()),
@@ -450,60 +450,28 @@ cudaError_t TokensPartial(const Args& args,
 
 cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& products,
                               Scratch scratch, cudaStream_t stream) {
-  return TokensPartial(args, &TopKAsksKernel, products, scratch, stream);
+  return TokensPartial(args, products, scratch, stream);
 }
 
 cudaError_t KeptSamplePartial(const KeptSamplePartialArgs& args, Products& products,
                               Scratch scratch, cudaStream_t stream) {
-  return TokensPartial(args, &KeptAsksKernel, products, scratch, stream);
+  return TokensPartial(args, products, scratch, stream);
 }
 
 cudaError_t ShardLogits(const ShardLogitsArgs& args, Products& products, Scratch scratch,
                         cudaStream_t stream) {
-  if (args.shards.at(args.shard).tokens == 0) return cudaSuccess;
-  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
-  const BlockLogits block(args.head, args.shards.vocab, route, 4, products, scratch, stream);
-  for (int64_t first = 0; first < args.hidden.rows; first += block.rows()) {
-    const int64_t count = std::min(block.rows(), args.hidden.rows - first);
-    // The product writes all rows of a block.
-    const bool whole = route.kernel != LinearKernel::kProduct || count == block.rows();
-    float* const to = args.logits + args.shards.at(args.shard).first + first * args.stride;
-    const TensorView states = RowsOf(args.hidden, first, count);
-    cudaError_t error = whole ? block.Make(states, args.head, to, args.stride, scratch)
-                              : block.Make(states, scratch);
-    if (error != cudaSuccess) return error;
-    if (whole) continue;
-    error = CopyLogits(block.View(count), to, args.stride, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const VocabShard shard = args.shards.at(args.shard);
+  if (shard.tokens == 0) return cudaSuccess;
+  return WriteLogits(args, args.shards, args.logits + shard.first, args.stride, products, scratch,
+                     stream);
 }
 
 cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& products,
                                 Scratch scratch, cudaStream_t stream) {
-  const SamplePartialShape& shape = args.shape;
-  const VocabShard shard = shape.shards.at(args.shard);
-  if (shape.rows == 0 || shard.tokens == 0) return cudaSuccess;
-  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
-  const BlockLogits block(args.head, shape.shards.vocab, route, 4, products, scratch, stream);
-  const int64_t stride = shape.shards.most_tokens();
-  // What the kernels that make logits need of rows that are not in scratch.
-  const bool in_place = stride % 4 == 0 && route.kernel != LinearKernel::kProduct;
-  for (int64_t first = 0; first < shape.rows; first += block.rows()) {
-    const int64_t count = std::min(block.rows(), shape.rows - first);
-    const TensorView states = RowsOf(args.hidden, first, count);
-    float* to = reinterpret_cast<float*>(args.block) + first * stride;
-    if (in_place) {
-      const cudaError_t error = block.Make(states, args.head, to, stride, scratch);
-      if (error != cudaSuccess) return error;
-      continue;
-    }
-    cudaError_t error = block.Make(states, scratch);
-    if (error != cudaSuccess) return error;
-    error = CopyLogits(block.View(count), to, stride, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const VocabShards& shards = args.shape.shards;
+  if (args.shape.rows == 0 || shards.at(args.shard).tokens == 0) return cudaSuccess;
+  return WriteLogits(args, shards, reinterpret_cast<float*>(args.block), shards.most_tokens(),
+                     products, scratch, stream);
 }
 
 cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Products& products,

@@ -121,7 +121,7 @@ class Training {
     MakeSums();
     Conclude();
     MakeAllGradients([] {});
-    StoreHidden(steps_, DStates(rows_), states_of_rows_, args_.d_hidden);
+    steps_.Store(DStates(rows_), states_of_rows_, args_.d_hidden);
     if (args_.counted_rows >= 0)
       WriteIgnored(steps_, args_.rows, args_.hidden.rows, forward_.answers, args_.d_hidden);
     return steps_.error();
@@ -141,7 +141,7 @@ class Training {
     AddShards(steps_, states_of_rows_, rows_, args_.rows, first, shards, target_logits_);
     Conclude();
     MakeAllGradients([&] {
-      StoreHidden(steps_, DStates(rows_), states_of_rows_, DStates(rows_));
+      steps_.Store(DStates(rows_), states_of_rows_, DStates(rows_));
       steps_.Do([&] { return hidden_done(DStates(rows_)); });
     });
     if (args_.counted_rows >= 0) WriteIgnored(steps_, args_.rows, rows_, forward_.answers, {});

@@ -21,7 +21,7 @@ struct RowState {
   int32_t target;  // -1: none
   float log2e_over_temperature;
   int32_t smooth;  // whether the sum of its logits is wanted
-  // Sums over the chunks so far.
+  // Sums over all tokens.
   Stats stats;
   double total;       // sum of the logits, times kTotalUnit
   int32_t first_nan;  // token; -1: none
@@ -36,12 +36,39 @@ struct RowState {
 
   // Whether the row's factor, in place of G, goes into its hidden state and its d_hidden.
   __device__ bool IsPlain() const { return factor != 0.0f; }
+  // From its sums of E, or of G, to its d_hidden.
+  __device__ float OfHidden() const { return IsPlain() ? factor : HiddenFactor(exponent); }
 };
 
-// Sums of a tile of a row.
+// Makes the sums of a row those of its tiles, by one warp. tile(i): its TileSums. Returns
+// the first two.
+template <class Tile>
+__device__ inline Stats SumTiles(RowState& row, int tiles, int lane, const Tile& tile) {
+  const Stats stats = MergeCells(tiles, row.log2e_over_temperature, lane, [&](int i) {
+    return Stats{tile(i).max, tile(i).sum};
+  });
+  double total = 0.0;
+  if (row.smooth != 0) {
+    for (int i = lane; i < tiles; i += 32) total += tile(i).total;
+    total = WarpSum(total);
+  }
+  if (lane == 0) {
+    row.stats = stats;
+    row.total = total;
+  }
+  return stats;
+}
+
+// Sums of a tile of a row, as pass 1 leaves them.
 struct TilePart {
   float sum;    // of the exponentials, before they are rounded, relative to the tile's maximum
   float total;  // of the logits, times kTotalUnit; only where the row is smooth
+};
+// The same, and the tile's largest logit.
+struct TileSums {
+  float max;
+  float sum;
+  float total;
 };
 
 // What E of a tile is. In bf16, exp(logit / temperature) where the tile's largest one is moderate, so
@@ -99,6 +126,10 @@ struct Chunk {
 
   __host__ __device__ int Tiles() const {
     return static_cast<int>((tokens + kTrainingTile - 1) / kTrainingTile);
+  }
+  __device__ TileSums SumsOf(int64_t row, int tile) const {
+    const TilePart part = parts[row * parts_stride + tile];
+    return {maxima[row * maxima_stride + tile], part.sum, part.total};
   }
 };
 

@@ -183,22 +183,6 @@ __global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows,
     MakeGradient<T>(row, r, first + __ffs(left) - 1, all, lane);
 }
 
-// Writes d_hidden of the rows, a block for each: their sums times their factors. Zeros where a row is
-// ignored, nothing where it is skipped.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    StoreHiddenKernel(const float* sums, int64_t sums_stride, int size, const RowState* rows, T* to,
-                      int64_t to_stride) {
-  const int64_t r = blockIdx.x;
-  const RowState& row = rows[r];
-  if (row.use == RowUse::kSkipped) return;
-  const float factor = row.IsPlain() ? row.factor : ldexpf(1.0f, row.exponent - kGradientExponent);
-  for (int i = threadIdx.x; i < size; i += kThreads) {
-    to[row.at * to_stride + i] =
-        FromFloat<T>(row.use == RowUse::kCounted ? sums[r * sums_stride + i] * factor : 0.0f);
-  }
-}
-
 // Block r writes what row r gets where it is ignored.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -228,15 +212,6 @@ void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& stat
     steps.Launch(&GradientKernel<T>, grid, kThreads, rows, all);
     steps.Launch(&ScaleStatesKernel<T>, GridFor(states.rows), kThreads, rows,
                  static_cast<T*>(states.data), states.row_stride, all, product_factor, scale);
-  });
-}
-
-void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
-                 const MutableTensorView& to) {
-  VisitDType(to.dtype, [&]<class T>() {
-    steps.Launch(&StoreHiddenKernel<T>, GridFor(sums.rows), kThreads,
-                 static_cast<const float*>(sums.data), sums.row_stride, static_cast<int>(to.cols),
-                 rows, static_cast<T*>(to.data), to.row_stride);
   });
 }
 

@@ -19,10 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (r >= count || rows[r].use == RowUse::kSkipped) return;
-  for (int i = lane; i < all.Tiles(); i += 32) {
-    const TilePart part = all.parts[r * all.parts_stride + i];
-    to.tiles[r * to.most_tiles + i] = {all.maxima[r * all.maxima_stride + i], part.sum, part.total};
-  }
+  for (int i = lane; i < all.Tiles(); i += 32) to.tiles[r * to.most_tiles + i] = all.SumsOf(r, i);
   if (lane != 0) return;
   to.nan[r] = rows[r].first_nan < 0 ? -1 : first_token + rows[r].first_nan;
   if (rows[r].target >= 0) to.target[r] = all.target_logits[r];
@@ -45,26 +42,13 @@ __global__ void __launch_bounds__(kThreads)
     return shards.Of(first.tiles,
                      shard)[r * first.most_tiles + i - shards.FirstCell(shard) * kCellTiles];
   };
-  const Stats more = MergeCells(tiles, row.log2e_over_temperature, lane, [&](int i) {
-    return Stats{tile(i).max, tile(i).sum};
-  });
-  const Stats before = {-kInfinity, 0.0f};
-  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
-                                 [&](int i) { return i == 0 ? before : more; });
-  double total = 0.0;
-  if (row.smooth != 0) {
-    for (int i = lane; i < tiles; i += 32) total += tile(i).total;
-    total = WarpSum(total);
-  }
+  SumTiles(row, tiles, lane, tile);
   int32_t first_nan = -1;  // of the first shard that has one
   for (int s = shards.count - 1; s >= 0; --s) {
     const int32_t nan = shards.Of(first.nan, s)[r];
     if (nan >= 0) first_nan = nan;
   }
-  __syncwarp();
   if (lane != 0) return;
-  row.stats = stats;
-  row.total = total;
   row.first_nan = first_nan;
   const int32_t target = params[row.at].target;
   if (target >= 0) target_logits[r] = shards.Of(first.target, shards.OwnerOf(target))[r];

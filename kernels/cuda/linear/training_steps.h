@@ -29,12 +29,7 @@ void AddToRows(Steps& steps, DType dtype, RowState* rows, int64_t count, const C
 
 // ---- shards: training_shards.cu -----------------------------------------------------------------
 
-// What a shard tells the others of a tile, and of a row.
-struct TileSums {
-  float max;
-  float sum;
-  float total;
-};
+// What a shard tells the others of its tiles and of a row.
 struct TrainingBlock {
   TileSums* tiles;  // [rows, most_tiles]
   int32_t* nan;     // [rows]: the first token of the shard that is NaN; -1: none
@@ -72,11 +67,6 @@ void ConcludeRows(Steps& steps, DType dtype, const CrossEntropyArgs& args, const
 // packed hidden states. product_factor: of product 3.
 void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
                const Chunk& all, float product_factor, HalfScale* scale);
-
-// Writes d_hidden of the rows, whose place in `to` is RowState::at: their sums, f32, times their
-// factors. Zeros where a row is ignored, nothing where it is skipped.
-void StoreHidden(Steps& steps, const TensorView& sums, const RowState* rows,
-                 const MutableTensorView& to);
 
 // Writes what ignored rows get where they were left out: answers of 0 with status kOk, and zeros to
 // d_hidden, unless its data is null.

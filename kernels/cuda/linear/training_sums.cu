@@ -14,6 +14,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 static_assert(kTrainingRows % kWarps == 0);
 constexpr int kTile = kTrainingTile;
+
 __device__ inline RowState StateOf(const CrossEntropyRow* params, int64_t r, int32_t first_token,
                                    int32_t tokens) {
   RowState row{.use = RowUse::kSkipped,
@@ -74,25 +75,9 @@ __global__ void __launch_bounds__(kThreads) AddKernel(RowState* rows, Chunk all)
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   RowState& row = rows[r];
   if (row.use == RowUse::kSkipped) return;
-  const TilePart* parts = all.parts + r * all.parts_stride;
-  const float* maxima = all.maxima + r * all.maxima_stride;
-  const Stats more = MergeCells(all.Tiles(), row.log2e_over_temperature, lane, [&](int i) {
-    return Stats{maxima[i], parts[i].sum};
-  });
-  const Stats before = {-kInfinity, 0.0f};
-  const Stats stats = MergeCells(2, row.log2e_over_temperature, lane,
-                                 [&](int i) { return i == 0 ? before : more; });
-  double total = 0.0;
-  if (row.smooth != 0) {
-    for (int i = lane; i < all.Tiles(); i += 32) total += parts[i].total;
-    total = WarpSum(total);
-  }
-  const int32_t first_nan = isnan(more.sum) ? FindNanToken<T>(all, r, lane) : -1;
-  __syncwarp();
-  if (lane != 0) return;
-  row.stats = stats;
-  row.total = total;
-  row.first_nan = first_nan;
+  const Stats stats = SumTiles(row, all.Tiles(), lane, [&](int i) { return all.SumsOf(r, i); });
+  const int32_t first_nan = isnan(stats.sum) ? FindNanToken<T>(all, r, lane) : -1;
+  if (lane == 0) row.first_nan = first_nan;
 }
 
 }  // namespace
