@@ -55,7 +55,7 @@ class BlockLogits {
 
   const HeadView& head_;
   const int64_t whole_vocab_;
-  const LinearRoute& route_;
+  const LinearRoute route_;
   Products& products_;
   const cudaStream_t stream_;
   const int64_t stride_;

@@ -31,7 +31,7 @@ cudaError_t RunOnLogits(LinearOp linear_op, const TensorView& hidden, const Head
                         const Args& args,
                         cudaError_t (*op)(const Args&, const Scratch&, cudaStream_t),
                         Products& products, Scratch scratch, cudaStream_t stream) {
-  const LinearRoute& route = RouteOf(linear_op, head, scratch, /*logits=*/true);
+  const LinearRoute route = RouteOf(linear_op, head, scratch, /*logits=*/true);
   // Ops that choose tokens need more scratch of their own than cross_entropy.
   const int scratch_share = linear_op == LinearOp::kTokens ? 4 : 2;
   const BlockLogits block(head, head.vocab(), route, scratch_share, products, scratch, stream);
@@ -97,7 +97,7 @@ namespace {
 
 cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
                       const Scratch& scratch, cudaStream_t stream) {
-  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch);
+  const LinearRoute route = RouteOf(LinearOp::kLosses, args.head, scratch);
   if (route.kernel != LinearKernel::kHopperLosses)
     return LossesFromLogits(args, products, scratch, stream);
   const bool mixed = args.cross_entropy.want != 0 || args.cross_entropy.max_top_logprobs > 0;
@@ -125,7 +125,7 @@ cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream) {
   if (args.cross_entropy.counted_rows < 0 ||
-      !RouteOf(LinearOp::kLosses, args.head, scratch).hopper) {
+      RouteOf(LinearOp::kLosses, args.head, scratch).kernel == LinearKernel::kProduct) {
     return AllLosses(args, products, scratch, stream);
   }
   const int64_t step = CountedRows::MostRows(args, scratch);

@@ -1,4 +1,4 @@
-// Which kernel serves a linear op: routes.cc has the table, which is the only place that decides.
+// Which kernel serves a linear op: routes.cc is the only place that decides.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_ROUTES_H_
 
@@ -29,20 +29,15 @@ enum class LinearKernel : uint8_t {
 };
 
 struct LinearRoute {
-  LinearOp op;
-  // The route serves heads and devices with all of these.
-  bool (*dtype)(DType weight);
-  bool hopper;      // sm_90a
-  bool plain_head;  // neither bias nor softcap
   LinearKernel kernel;
-  int block_rows;  // rows whose logits are made at once, fewer where scratch is small; 0: no logits
-  bool cublas_lt;  // it does not run without cuBLASLt
+  // Rows whose logits are made at once, fewer where scratch is small; 0: no logits.
+  int block_rows = 0;
+  bool cublas_lt = false;  // it does not run without cuBLASLt
 };
 
 // The route of all calls of `op` with this head on this device. logits: only routes that make
 // logits.
-const LinearRoute& RouteOf(LinearOp op, const HeadView& head, const Scratch& device,
-                           bool logits = false);
+LinearRoute RouteOf(LinearOp op, const HeadView& head, const Scratch& device, bool logits = false);
 
 }  // namespace logitd::cuda
 

@@ -321,7 +321,7 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows, int64_t keys
 template <class Args>
 cudaError_t WriteLogits(const Args& args, const VocabShards& shards, float* to, int64_t stride,
                         Products& products, Scratch scratch, cudaStream_t stream) {
-  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const LinearRoute route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
   const bool is_product = route.kernel == LinearKernel::kProduct;
   const BlockLogits block(args.head, shards.vocab, route, 4, products, scratch, stream);
   for (int64_t first = 0; first < args.hidden.rows; first += block.rows()) {
@@ -398,7 +398,7 @@ cudaError_t HopperShardLosses(const LinearCrossEntropyPartialArgs& args, Product
     SplitRowLists lists;
     error = SplitRows(args.rows, shape.rows, lists, scratch, stream);
     if (error != cudaSuccess) return error;
-    const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+    const LinearRoute route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
     Scratch left = scratch;
     const BlockLogits block(args.head, shape.shards.vocab, route, 2, products, left, stream);
     error = LossesFromShardLogits(args, lists.more, block, left, stream);
@@ -425,7 +425,7 @@ cudaError_t TokensPartial(const Args& args, Products& products, Scratch scratch,
   const TopKPartials to = shape.At(args.block);
   if (shape.rows == 0) return cudaSuccess;
   if (shard.tokens == 0) return LaunchEmpty(shape.rows, to.nan, nullptr, stream);
-  const LinearRoute& route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const LinearRoute route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
   const BlockLogits block(args.head, shape.shards.vocab, route, 4, products, scratch, stream);
   for (int64_t first = 0; first < shape.rows; first += block.rows()) {
     const int64_t count = std::min(block.rows(), shape.rows - first);
@@ -478,7 +478,7 @@ cudaError_t LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args,
                                       Scratch scratch, cudaStream_t stream) {
   const VocabShard shard = args.shards.at(args.shard);
   if (shard.tokens == 0) return cudaSuccess;
-  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+  const LinearRoute route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
   const BlockLogits block(args.head, args.shards.vocab, route, 2, products, scratch, stream);
   const int64_t stride = PreparedStride(args.head);
   const auto element = static_cast<int64_t>(SizeOf(args.head.weight.dtype));
@@ -525,7 +525,7 @@ cudaError_t LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args,
   }
   if (RouteOf(LinearOp::kLosses, args.head, scratch).kernel == LinearKernel::kHopperLosses)
     return HopperShardLosses(args, products, scratch, stream);
-  const LinearRoute& route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
+  const LinearRoute route = RouteOf(LinearOp::kLosses, args.head, scratch, /*logits=*/true);
   const BlockLogits block(args.head, shape.shards.vocab, route, 2, products, scratch, stream);
   return LossesFromShardLogits(args, args.rows, block, scratch, stream);
 }
