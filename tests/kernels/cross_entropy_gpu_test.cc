@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <random>
+#include <string>
 
 #include "tests/kernels/cross_entropy_cases.h"
 #include "tests/kernels/cross_entropy_softcap_cases.h"
 #include "tests/kernels/cuda_test.h"
+#include "tests/kernels/every_plan.h"
 
 namespace logitd::testing {
 namespace {
@@ -14,6 +17,34 @@ class CrossEntropyGpuTest : public CudaTest {};
 const bool kRegistered =
     RegisterChecks<CrossEntropyGpuTest>("CrossEntropyGpuTest", CrossEntropyChecks()) &&
     RegisterChecks<CrossEntropyGpuTest>("CrossEntropyGpuTest", CrossEntropySoftcapChecks());
+
+TEST_F(CrossEntropyGpuTest, EveryPlanHasTheSameBits) {
+  constexpr int64_t kRows = 7;
+  for (const LossCase& c : LossInvarianceCases()) {
+    HostTensor tensor(c.dtype, kRows, c.vocab, c.vocab + c.stride_extra, c.offset);
+    for (int64_t r = 0; r < kRows; ++r)
+      FillRow(tensor, r, r == 4 ? Fill::kWithNan : c.fill, c.seed + r);
+    for (const bool tops : {false, true}) {
+      LossBatch batch;
+      std::mt19937_64 random(c.seed);
+      for (int64_t r = 0; r < kRows; ++r)
+        AddRandomLoss(batch, c.vocab, /*with_softcap=*/true, random);
+      for (CrossEntropyRow& row : batch.rows) row.top_logprobs *= tops;
+      const auto run = [&] { return runner_->CrossEntropy(tensor, batch); };
+      const auto want = run();
+      ASSERT_TRUE(want.ok()) << want.status();
+      const int plans = UnderEveryPlan(run, [&](const auto& got, const std::string& plan) {
+        ASSERT_TRUE(got.ok()) << got.status();
+        for (int64_t r = 0; r < kRows; ++r) {
+          if (batch.rows[r].active == 0) continue;
+          EXPECT_EQ(LossBits(*got, batch.rows[r], r), LossBits(*want, batch.rows[r], r))
+              << Describe(c) << " row " << r << ": " << plan;
+        }
+      });
+      EXPECT_GE(plans, 2) << Describe(c);
+    }
+  }
+}
 
 // So many vectors that a block takes several rounds of them, written over the logits.
 TEST_F(CrossEntropyGpuTest, RowsOfALargeGradientHaveTheBitsOfASmallOne) {

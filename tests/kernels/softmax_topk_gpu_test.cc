@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <string>
 
 #include "kernels/backend.h"
 #include "tests/kernels/cuda_test.h"
+#include "tests/kernels/every_plan.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/softmax_topk_cases.h"
 
@@ -24,6 +26,33 @@ TEST_F(SoftmaxTopKGpuTest, BitsAreTheSameRunAfterRunAndOnEveryStream) {
       EXPECT_TRUE(SameBits(want, BitsInBatch(*runner, c, batch).value()))
           << "vocab " << c.vocab << " " << Name(c.dtype) << " k " << c.k;
     }
+  }
+}
+
+// 600001 logits are more groups of the sketch than 16 bits count in the pools of large k.
+TEST_F(SoftmaxTopKGpuTest, EveryPlanHasTheSameBits) {
+  constexpr InvarianceCase kCases[] = {
+      {DType::kF32, 1000, 10, 1.0f, Fill::kNormal},
+      {DType::kBF16, 3001, 50, 0.7f, Fill::kNormal},
+      {DType::kF16, 9001, 128, 1.0f, Fill::kManyTies},
+      {DType::kBF16, 12289, 100, 1.0f, Fill::kNormal},
+      {DType::kF32, 32064, 300, 1.0f, Fill::kNormal},
+      {DType::kF32, 131072, 64, 0.01f, Fill::kNormal},
+      {DType::kBF16, 262147, 1024, 1.0f, Fill::kNormal},
+      {DType::kBF16, 600001, 1024, 1.0f, Fill::kNormal},
+      {DType::kF32, 600001, 128, 1.0f, Fill::kManyTies},
+  };
+  const RowBatch batch{.rows = 2, .place = 1, .offset = 1, .others_k = 4};
+  for (const InvarianceCase& c : kCases) {
+    const RowBits want = BitsInBatch(*runner_, c, {}).value();
+    const int plans = UnderEveryPlan(
+        [&] { return BitsInBatch(*runner_, c, batch); },
+        [&](const absl::StatusOr<RowBits>& got, const std::string& plan) {
+          ASSERT_TRUE(got.ok()) << got.status();
+          EXPECT_TRUE(SameBits(want, *got))
+              << "vocab " << c.vocab << " " << Name(c.dtype) << " k " << c.k << ": " << plan;
+        });
+    EXPECT_GE(plans, 2) << "vocab " << c.vocab;
   }
 }
 

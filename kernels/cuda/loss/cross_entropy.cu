@@ -35,7 +35,7 @@ struct Params {
 
 static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
-static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
+static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
 
 // ---- stages of a row ---------------------------------------------------------------------------
 

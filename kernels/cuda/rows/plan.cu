@@ -59,9 +59,9 @@ Device DeviceOf(const Scratch& scratch) {
     return {.clusters = {0, scratch.multiprocessors}};
   std::call_once(asked[device], [&] {
     cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, device) == cudaSuccess)
-      known[device].rates = RatesOf(properties.name);
-    if (scratch.clusters) known[device].clusters = AskDriver(scratch);
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return;
+    known[device].rates = RatesOf(properties.name);
+    if (properties.major >= 9) known[device].clusters = AskDriver(scratch);
   });
   Device answer = known[device];
   if (!scratch.clusters) answer.clusters = {};
@@ -221,6 +221,7 @@ void ForceForm(int form, int blocks) {
   forced_form = form;
   forced_blocks = blocks;
 }
+bool IsForced() { return forced_form >= 0; }
 RowsPlan LastPlan() { return last_plan; }
 
 }  // namespace logitd::cuda

@@ -78,6 +78,7 @@ int32_t ClusterBlocksAtOnce(int64_t rows, const Scratch& scratch);
 // For the bench: every plan of this thread takes this form and these blocks, or fits nothing. -1 and 0:
 // what the model chooses. And this thread's last plan.
 void ForceForm(int form, int blocks);
+bool IsForced();
 RowsPlan LastPlan();
 
 }  // namespace logitd::cuda

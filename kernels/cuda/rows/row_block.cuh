@@ -28,6 +28,7 @@ struct PoolShape {
   static constexpr int kHits = kPool / 2;  // groups to look at again
   static constexpr int kLaneGroups = kGroupsOfLane;
   static constexpr int kGroupsOfCell = 32 * kLaneGroups;
+  static constexpr int kMostCells = 65536 / kGroupsOfCell;  // of a part: a hit has 16 bits
   static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
   // A lane's group maxima, 16 bits each.
   using Sketch = std::conditional_t<kLaneGroups == 1, uint16_t,

@@ -143,6 +143,7 @@ constexpr RowForm FormOf(CostOf cost) {
   return {.warps = Block::kWarps,
           .resident = Block::kResident,
           .most_blocks = Block::kCluster ? kMaxClusterBlocks : 1,
+          .most_cells = Op::kTops ? Block::Pool::kMostCells : RowForm{}.most_cells,
           .fixed_bytes = OpMemory<Op, Block>::kFixedBytes,
           .row_cell_bytes = sizeof(typename Op::Cell),
           .part_cell_bytes =

@@ -18,7 +18,7 @@ constexpr int kMassBins = 4096;  // of a histogram of approximate mass
 constexpr int kFirstKeys = 16384;
 constexpr int kMostFirst = 12288;
 // OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
-static_assert(kMaxVocab / kCell * SmallPool::kGroupsOfCell <= 65536);
+static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
 
 struct SampleParams {
   SampleArgs args;

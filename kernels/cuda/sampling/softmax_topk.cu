@@ -108,6 +108,7 @@ cudaError_t SoftmaxTopK(const SoftmaxTopKArgs& args, const Scratch& scratch, cud
        .wide = logits.dtype == DType::kF32,
        .k = args.max_k},
       candidates, scratch);
+  if (plan.form < 0 && IsForced()) return cudaErrorNotSupported;
   if (plan.form < 0) return SortedTopK(args, scratch, stream);
   return forms[plan.form].launch(p, plan, scratch, stream);
 }
