@@ -71,7 +71,7 @@ struct ShortRowShape {
     return static_cast<int>(sizeof(Warp)) - (kMaxCells - cells) * kSketchBytes +
            cells * Ring::kCellBytes;
   }
-  static constexpr int kMostWarps = sizeof(T) == 4 ? 24 : 32;  // by registers
+  static constexpr int kMostWarps = sizeof(T) == 2 ? 32 : kMaxK > 64 ? 16 : 24;  // by registers
   // Warps of a block for rows of `cells` cells, where it may have so much shared memory.
   static constexpr int Warps(int cells, int shared_bytes) {
     return std::min(kMostWarps,
@@ -172,7 +172,7 @@ __device__ inline uint32_t LowestOf(uint32_t coarse) {
 template <class Shape>
 class GroupMaxima {
  public:
-  __device__ GroupMaxima(const typename Shape::Warp& s, int cells, int lane) {
+  __device__ GroupMaxima(const typename Shape::Warp& s, int cells, int lane) : cells_(cells) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const int c = w / kOfCell;
@@ -216,6 +216,7 @@ class GroupMaxima {
   using Pair = __nv_bfloat162;                                  // the first 16 bits of two floats
   static constexpr int kOfCell = Shape::Pool::kLaneGroups / 2;  // words
   static constexpr int kWords = Shape::kCells * kOfCell;
+  static constexpr int kHalf = Shape::kCells / 2;  // cells
 
   // Of ordered bits the floats' own. 0 becomes a NaN, which reaches nothing.
   __device__ static uint32_t FloatsOf(uint32_t ordered) {
@@ -226,18 +227,18 @@ class GroupMaxima {
   // How many of the row's groups are not below.
   __device__ int CountNotBelow(uint32_t ordered) const {
     const uint32_t both = FloatsOf(ordered * 0x10001u);
-    uint32_t masks = 0;
+    uint32_t counts = 0;  // of the lower halves and of the upper ones
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      masks += __hge2_mask(reinterpret_cast<const Pair&>(pairs_[w]),
-                           reinterpret_cast<const Pair&>(both));
+      if (Shape::kFewest < kHalf && w == kHalf * kOfCell && cells_ <= kHalf) break;
+      counts += 0x10001u & __hge2_mask(reinterpret_cast<const Pair&>(pairs_[w]),
+                                       reinterpret_cast<const Pair&>(both));
     }
-    // A lower half that counts adds 2^16 - 1, an upper half -2^16.
-    const uint32_t lower = -masks & 0xffffu;
-    const uint32_t upper = (lower - ((masks + lower) >> 16)) & 0xffffu;
-    return __reduce_add_sync(kFullWarp, static_cast<int>(lower + upper));
+    counts = __reduce_add_sync(kFullWarp, counts);
+    return static_cast<int>((counts & 0xffffu) + (counts >> 16));
   }
 
+  const int cells_;
   uint32_t pairs_[kWords];
 };
 
@@ -286,16 +287,12 @@ __device__ __forceinline__ void ListPlacesOfCell(const LaneCell<typename Shape::
                                                  CoarsePair<typename Shape::Element> floor,
                                                  typename Shape::Warp& s, int lane, int& n) {
   uint32_t reached = Reached<typename Shape::Element>(x, floor);
+  const int through = WarpPrefix(__popc(reached), lane);
+  int at = n + through - __popc(reached);
+  n += __shfl_sync(kFullWarp, through, 31);
 #pragma unroll 1
-  while (true) {  // the lanes' candidates, one of each lane a round
-    const uint32_t lanes = __ballot_sync(kFullWarp, reached != 0);
-    if (lanes == 0) break;
-    const int at = n + __popc(lanes & ((1u << lane) - 1));
-    if (reached != 0 && at < Shape::kPool)
-      s.places[at] = static_cast<uint16_t>(c << 10 | lane << 5 | (31 - __clz(reached & -reached)));
-    reached &= reached - 1;
-    n += __popc(lanes);
-  }
+  for (; reached != 0 && at < Shape::kPool; reached &= reached - 1, ++at)
+    s.places[at] = static_cast<uint16_t>(c << 10 | lane << 5 | (31 - __clz(reached & -reached)));
 }
 
 // Lists the places of the row's logits that reach the floor coarsely. Returns their number; above
@@ -344,11 +341,11 @@ __device__ inline float PoolKeyLogit(uint32_t key) {
   return WordElement<T>(&bits, 0);
 }
 
-// Fills the pool with the keys of the listed places, and zeros up to 32, 64, 128 or all.
+// Fills the pool with the keys of the listed places, and zeros up to 32, kMaxK or the next 32.
 template <class Shape>
 __device__ __forceinline__ void KeysOfPlaces(RowInShared<Shape> row, int vocab, int n,
                                              typename Shape::Warp& s, int lane) {
-  const int end = n <= 64 ? n : n <= 128 ? 128 : Shape::kPool;
+  const int end = n <= 32 ? n : max(n, Shape::kMaxK);
 #pragma unroll 1
   for (int at = lane; at - lane < end; at += 32) {
     typename Shape::PoolKey key = 0;
@@ -427,38 +424,47 @@ __device__ inline uint32_t SortDirections(int lane) {
   return directions << 1;
 }
 
-// Sorts 32 * kKeys keys over the warp, descending; place i is keys[i / 32] of lane i % 32.
-template <class V, int kKeys>
-__device__ __forceinline__ void SortOverWarp(V (&keys)[kKeys], uint32_t directions) {
-  int bit = 15;
+// Merges bitonic runs of `size` keys each into sorted ones; every second run is sorted upwards.
+template <int kKeys>
+__device__ __forceinline__ void MergeRuns(uint32_t (&keys)[kKeys], int size, uint32_t directions,
+                                          int bit = 5) {
 #pragma unroll
-  for (int size = 2; size <= 32 * kKeys; size *= 2) {
+  for (int stride = size / 2; stride >= 32; stride /= 2) {
 #pragma unroll
-    for (int stride = size / 2; stride >= 32; stride /= 2) {
-#pragma unroll
-      for (int r = 0; r < kKeys; ++r) {
-        if (((32 * r) & stride) != 0) continue;
-        V& low = keys[r];
-        V& high = keys[r + stride / 32];
-        const V larger = max(low, high);
-        const V smaller = min(low, high);
-        const bool descends = ((32 * r) & size) == 0;
-        low = descends ? larger : smaller;
-        high = descends ? smaller : larger;
-      }
-    }
-    if (size >= 32) bit = 5;
-#pragma unroll
-    for (int stride = min(size / 2, 16); stride > 0; stride /= 2, --bit) {
-      const bool takes_larger = (directions >> bit & 1) != 0;
-#pragma unroll
-      for (int r = 0; r < kKeys; ++r) {
-        const V other = __shfl_xor_sync(kFullWarp, keys[r], stride);
-        const bool larger = size >= 32 && ((32 * r) & size) != 0 ? !takes_larger : takes_larger;
-        keys[r] = larger == (other > keys[r]) ? other : keys[r];
-      }
+    for (int r = 0; r < kKeys; ++r) {
+      if (((32 * r) & stride) != 0) continue;
+      uint32_t& low = keys[r];
+      uint32_t& high = keys[r + stride / 32];
+      const uint32_t larger = max(low, high);
+      const uint32_t smaller = min(low, high);
+      const bool descends = ((32 * r) & size) == 0;
+      low = descends ? larger : smaller;
+      high = descends ? smaller : larger;
     }
   }
+#pragma unroll
+  for (int stride = min(size / 2, 16); stride > 0; stride /= 2, --bit) {
+    const bool takes_larger = (directions >> bit & 1) != 0;
+#pragma unroll
+    for (int r = 0; r < kKeys; ++r) {
+      const uint32_t other = __shfl_xor_sync(kFullWarp, keys[r], stride);
+      const bool larger = size >= 32 && ((32 * r) & size) != 0 ? !takes_larger : takes_larger;
+      keys[r] = larger == (other > keys[r]) ? other : keys[r];
+    }
+  }
+}
+
+// Sorts 32 * kKeys keys over the warp, descending; place i is keys[i / 32] of lane i % 32.
+template <int kKeys>
+__device__ __forceinline__ void SortOverWarp(uint32_t (&keys)[kKeys], uint32_t directions) {
+  int bit = 15;
+#pragma unroll
+  for (int size = 2; size <= 16; size *= 2) {
+    MergeRuns(keys, size, directions, bit);
+    bit -= std::bit_width(static_cast<unsigned>(size)) - 1;
+  }
+#pragma unroll
+  for (int size = 32; size <= 32 * kKeys; size *= 2) MergeRuns(keys, size, directions);
 }
 
 // Where a row's answers go.
@@ -473,20 +479,6 @@ struct RowAnswers {
     probs[rank] = result.Probability(logit);
   }
 };
-
-// Where 32 bits do not tell keys apart.
-template <int kPool>
-__device__ __noinline__ void EmitByKeys(const Key* pool, RowAnswers answers, RowResult result,
-                                        uint32_t directions, int lane) {
-  constexpr int kKeys = kPool / 32;
-  Key keys[kKeys];
-#pragma unroll
-  for (int r = 0; r < kKeys; ++r) keys[r] = pool[32 * r + lane];
-  SortOverWarp(keys, directions);
-#pragma unroll
-  for (int r = 0; r < kKeys / 2; ++r)
-    answers.Write(32 * r + lane, KeyIndex(keys[r]), KeyLogit(keys[r]), result);
-}
 
 // Adds to `above` the key > mine, by the borrow of mine - key.
 __device__ inline void CountAbove(Key key, Key mine, int& above) {
@@ -504,33 +496,39 @@ __device__ inline void CountAbove(Key key, Key mine, int& above) {
 }
 __device__ inline void CountAbove(uint32_t key, uint32_t mine, int& above) { above += key > mine; }
 
-// Writes the k largest of the n keys of a pool, at most 32, which zeros follow: each is compared with all.
-template <class Shape>
+// Writes the k largest of the n keys of a pool, which zeros follow: each is compared with all. kFew: there
+// are at most 32.
+template <class Shape, bool kFew>
 __device__ __forceinline__ void EmitRanked(const typename Shape::Warp& s, int n,
                                            const RowAnswers& answers, const RowResult& result,
                                            int lane) {
   using PoolKey = typename Shape::PoolKey;
-  const PoolKey mine = s.pool[lane];
-  int rank = 0;
 #pragma unroll 1
-  for (int j = 0; j < n; j += 4) {
-    PoolKey keys[4];
-    if constexpr (sizeof(PoolKey) == 8) {
-      const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(s.pool + j);
-      keys[0] = pairs[0].x, keys[1] = pairs[0].y, keys[2] = pairs[1].x, keys[3] = pairs[1].y;
-    } else {
-      const uint4 four = *reinterpret_cast<const uint4*>(s.pool + j);
-      keys[0] = four.x, keys[1] = four.y, keys[2] = four.z, keys[3] = four.w;
-    }
+  for (int place = lane; place - lane < n; place += 32) {
+    const PoolKey mine = s.pool[place];
+    int rank = 0;
+#pragma unroll 1
+    for (int j = 0; j < n; j += 4) {
+      PoolKey keys[4];
+      if constexpr (sizeof(PoolKey) == 8) {
+        const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(s.pool + j);
+        keys[0] = pairs[0].x, keys[1] = pairs[0].y, keys[2] = pairs[1].x, keys[3] = pairs[1].y;
+      } else {
+        const uint4 four = *reinterpret_cast<const uint4*>(s.pool + j);
+        keys[0] = four.x, keys[1] = four.y, keys[2] = four.z, keys[3] = four.w;
+      }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) CountAbove(keys[i], mine, rank);
-  }
-  if (lane >= n || mine == 0) return;
-  if constexpr (sizeof(PoolKey) == 8) {
-    answers.Write(rank, KeyIndex(mine), KeyLogit(mine), result);
-  } else {
-    answers.Write(rank, 0xffff - static_cast<int32_t>(mine & 0xffff),
-                  PoolKeyLogit<typename Shape::Element>(mine), result);
+      for (int i = 0; i < 4; ++i) CountAbove(keys[i], mine, rank);
+    }
+    if (mine != 0) {
+      if constexpr (sizeof(PoolKey) == 8) {
+        answers.Write(rank, KeyIndex(mine), KeyLogit(mine), result);
+      } else {
+        answers.Write(rank, 0xffff - static_cast<int32_t>(mine & 0xffff),
+                      PoolKeyLogit<typename Shape::Element>(mine), result);
+      }
+    }
+    if (kFew) break;
   }
 }
 
@@ -538,59 +536,76 @@ __device__ __forceinline__ void EmitRanked(const typename Shape::Warp& s, int n,
 struct LogitRange {
   uint32_t low;
   uint32_t high;
+  __device__ int UnusedBits() const { return __clz(high - low); }  // of what is above `low`
 };
 
-// Writes the k largest of the 32 * kKeys keys of a pool by sorting 32 bits of each.
-template <int kKeys, class Shape>
-__device__ __forceinline__ void EmitSorted(typename Shape::Warp& s, LogitRange range,
+// 32 bits of the key at a place of the pool, for sorting: all of a 16-bit logit's; of an f32 one the
+// upper bits of what it is above the lowest, and the place. Where neighbours in that order agree in
+// those bits, it may not be the right one.
+template <class Shape>
+struct SortedBits {
+  static constexpr int kPlaceBits = std::bit_width(static_cast<unsigned>(Shape::kPool)) - 1;
+  static_assert(Shape::kPool == 1 << kPlaceBits);
+
+  const uint32_t low;
+  const int shift;
+
+  __device__ explicit SortedBits(LogitRange range)
+      : low(range.low), shift(max(0, kPlaceBits - range.UnusedBits())) {}
+  __device__ uint32_t operator()(uint32_t key, int /*place*/) const { return key; }
+  __device__ uint32_t operator()(Key key, int place) const {
+    const auto ordered = static_cast<uint32_t>(key >> 32);
+    return ordered < low ? 0 : (ordered - low) >> shift << kPlaceBits | place;
+  }
+};
+
+// The same by sorting 32 bits of each: first of as many as k may be, into which the others are merged 32
+// at a time. False, and nothing is written, where those bits do not tell keys apart.
+template <class Shape>
+__device__ __forceinline__ bool EmitSorted(const typename Shape::Warp& s, int n, LogitRange range,
                                            const RowAnswers& answers, const RowResult& result,
                                            uint32_t directions, int lane) {
   using T = typename Shape::Element;
+  constexpr int kKeys = Shape::kMaxK / 32;
+  const SortedBits<Shape> bits(range);
   uint32_t keys[kKeys];
+#pragma unroll
+  for (int r = 0; r < kKeys; ++r) keys[r] = bits(s.pool[32 * r + lane], 32 * r + lane);
+  SortOverWarp(keys, directions);
+  uint32_t dropped = 0;  // the largest key that is no longer there
+#pragma unroll 1
+  for (int place = Shape::kMaxK + lane; place - lane < n; place += 32) {
+    uint32_t more[] = {bits(s.pool[place], place)};
+    SortOverWarp(more, directions);
+    const uint32_t other = __shfl_xor_sync(kFullWarp, more[0], 31);
+    dropped = max(dropped, min(keys[kKeys - 1], other));
+    keys[kKeys - 1] = max(keys[kKeys - 1], other);
+    MergeRuns(keys, Shape::kMaxK, directions);
+  }
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int r = 0; r < kKeys; ++r) keys[r] = s.pool[32 * r + lane];
-    SortOverWarp(keys, directions);
-#pragma unroll
-    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
+    for (int r = 0; r < kKeys; ++r) {
       answers.Write(32 * r + lane, 0xffff - static_cast<int32_t>(keys[r] & 0xffff),
                     PoolKeyLogit<T>(keys[r]), result);
     }
   } else {
-    // The upper bits of what a logit is above the lowest, and the place in the pool. Where neighbours in
-    // that order agree in those bits, it may not be the right one.
-    constexpr int kPlaceBits = std::bit_width(static_cast<unsigned>(Shape::kPool)) - 1;
-    static_assert(Shape::kPool == 1 << kPlaceBits);
-    const int shift = max(0, kPlaceBits - __clz(range.high - range.low));
-#pragma unroll
-    for (int r = 0; r < kKeys; ++r) {
-      const int place = 32 * r + lane;
-      const Key key = s.pool[place];
-      const auto ordered = static_cast<uint32_t>(key >> 32);
-      const uint32_t above = (ordered - range.low) >> shift;
-      keys[r] = ordered < range.low ? 0 : above << kPlaceBits | place;
-    }
-    SortOverWarp(keys, directions);
+    dropped = WarpMax(dropped);
     bool equal = false;
 #pragma unroll
-    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
-      // Lane 31 compares with the next 32's first.
-      uint32_t next = r + 1 < kKeys && lane == 0 ? keys[r + 1 < kKeys ? r + 1 : r] : keys[r];
-      next = __shfl_sync(kFullWarp, next, (lane + 1) % 32);
-      const bool has_next = r + 1 < kKeys || lane < 31;
-      equal |= has_next && 32 * r + lane < answers.k && (next ^ keys[r]) < 1u << kPlaceBits;
+    for (int r = 0; r < kKeys; ++r) {
+      // Lane 31 compares with the next 32's first, or with what was dropped.
+      const uint32_t first = r + 1 < kKeys ? keys[r + 1 < kKeys ? r + 1 : r] : dropped;
+      const uint32_t next = __shfl_sync(kFullWarp, lane == 0 ? first : keys[r], (lane + 1) % 32);
+      equal |= 32 * r + lane < answers.k && (next ^ keys[r]) < 1u << SortedBits<Shape>::kPlaceBits;
     }
-    if (__any_sync(kFullWarp, equal)) {
-      for (int at = 32 * kKeys + lane; at < Shape::kPool; at += 32) s.pool[at] = 0;
-      __syncwarp();
-      return EmitByKeys<Shape::kPool>(s.pool, answers, result, directions, lane);
-    }
+    if (__any_sync(kFullWarp, equal)) return false;
 #pragma unroll
-    for (int r = 0; r < std::min(kKeys, Shape::kMaxK / 32); ++r) {
+    for (int r = 0; r < kKeys; ++r) {
       const Key key = s.pool[keys[r] % Shape::kPool];
       answers.Write(32 * r + lane, KeyIndex(key), KeyLogit(key), result);
     }
   }
+  return true;
 }
 
 }  // namespace logitd::cuda

@@ -5,9 +5,9 @@
 // cell of which the row has at most a quarter takes less time. A row's end has no barrier: the floor is
 // found among the maxima of the row's groups by halving, then the cells that reach it are read again
 // from shared memory. The candidates are sorted by 32 bits of each: a 16-bit logit and its index; or the
-// upper bits of what an f32 logit is above the floor and its place in the pool, and where those do not
-// tell neighbours apart, by all 64 bits. The row's memory is free before that, so the next row's copy
-// runs meanwhile; 16 rows' logarithms are one.
+// upper bits of what an f32 logit is above the floor and its place in the pool; where those do not tell
+// neighbours apart, each is compared with all. The row's memory is free before that, so the next row's
+// copy runs meanwhile; 16 rows' logarithms are one.
 //
 // Limited by instructions (16384 x 4096 bf16 k 50: 2460 a row), and by latencies where f32 rows of 4
 // cells leave room for 12 warps a multiprocessor. Figures: softmax_topk.cu.
@@ -85,9 +85,8 @@ class ShortRows {
     const uint32_t warps = blockDim.x / 32;
     if (threadIdx.x == 0) s.next_turn = Shape::kHeld ? 2 * warps : warps;
     Start(turn_);
-    following_ = turn_ + warps;
-    if constexpr (Shape::kHeld) Start(following_);
-    Ask();
+    if constexpr (Shape::kHeld) Start(following_ = turn_ + warps);
+    ask_ = AskOf(turn_);
     __syncthreads();
   }
 
@@ -113,15 +112,21 @@ class ShortRows {
     ring_.PopQuarter(logits() + first, p_.vocab - first, x);
     ring_.PushNothing();
   }
+  // Loads what the next row of one cell asks, long before it is used.
+  __device__ void LookAhead() { next_ask_ = AskOf(following_); }
   // Ends the row: its shared memory is free.
   __device__ void Advance() {
     __syncwarp();
-    turn_ = following_;
-    uint32_t& next = Shape::kHeld ? following_ : turn_;
-    if (lane_ == 0) next = atomicAdd(&s_.next_turn, 1u);
-    next = __shfl_sync(kFullWarp, next, 0);
-    Start(next);
-    Ask();
+    if constexpr (Shape::kHeld) {
+      turn_ = following_;
+      ask_ = next_ask_;
+      following_ = NextTurn();
+      Start(following_);
+    } else {
+      turn_ = NextTurn();
+      Start(turn_);
+      ask_ = AskOf(turn_);
+    }
   }
 
  private:
@@ -134,8 +139,13 @@ class ShortRows {
       ring_.PushRow(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
     }
   }
-  __device__ void Ask() {
-    if (!Done()) ask_ = p_.args.rows[row()];
+  __device__ uint32_t NextTurn() {
+    uint32_t next = 0;
+    if (lane_ == 0) next = atomicAdd(&s_.next_turn, 1u);
+    return __shfl_sync(kFullWarp, next, 0);
+  }
+  __device__ SoftmaxTopKRow AskOf(uint32_t turn) const {
+    return RowOfTurn(turn) < p_.args.logits.rows ? p_.args.rows[RowOfTurn(turn)] : SoftmaxTopKRow{};
   }
 
   const TopKParams& p_;
@@ -143,8 +153,9 @@ class ShortRows {
   const int lane_;
   typename Shape::Ring ring_;
   uint32_t turn_;
-  uint32_t following_;  // of rows of one cell
+  uint32_t following_;  // of rows of one cell, as next_ask_
   SoftmaxTopKRow ask_;
+  SoftmaxTopKRow next_ask_;
 };
 
 // What a lane knows of a row that the warp has read.
@@ -230,7 +241,10 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
     if (ask.k == 0) {
       if constexpr (!Shape::kHeld) WaitAsync<0>();
       LaneCell<T> skipped;
-      if constexpr (Shape::kHeld) rows.Load(skipped);
+      if constexpr (Shape::kHeld) {
+        rows.LookAhead();
+        rows.Load(skipped);
+      }
       rows.Advance();
       continue;
     }
@@ -244,6 +258,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
     uint32_t floor;
     int n;
     if constexpr (Shape::kHeld) {
+      rows.LookAhead();
       LaneCell<T> x;
       rows.Load(x);
       if (ask.k > kFewOfLanes) {
@@ -292,13 +307,9 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
     const LogitRange range{LowestOf(floor), OrderedBits(row.row_max)};
     result.log2e_over_temperature = s.log2e_over_temperature;
     if (n <= 32) {
-      EmitRanked<Shape>(s, n, answers, result, lane);
-    } else if (n <= 64) {
-      EmitSorted<2, Shape>(s, range, answers, result, directions, lane);
-    } else if (n <= 128) {
-      EmitSorted<4, Shape>(s, range, answers, result, directions, lane);
-    } else if constexpr (Shape::kPool > 128) {
-      EmitSorted<Shape::kPool / 32, Shape>(s, range, answers, result, directions, lane);
+      EmitRanked<Shape, true>(s, n, answers, result, lane);
+    } else if (!EmitSorted<Shape>(s, n, range, answers, result, directions, lane)) {
+      EmitRanked<Shape, false>(s, n, answers, result, lane);
     }
   }
   WaitAsync<0>();
