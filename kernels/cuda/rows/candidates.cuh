@@ -43,7 +43,7 @@ __device__ inline float BlockFloor(float lane_best, int whole, int k) {
   auto& s = Pool<typename Block::Pool>();
   const int lane = threadIdx.x % 32;
   const int warps = max(1, min(Block::kWarps, whole));
-  const int rank = (k + warps - 1) / warps;
+  const int rank = SmallQuotient(k + warps - 1, warps);
   if (rank > 16) return -kInfinity;
   const float sorted = WarpSortDescending(lane_best, lane);
   if (lane == rank - 1) s.warp_floor[threadIdx.x / 32] = sorted;
@@ -52,41 +52,59 @@ __device__ inline float BlockFloor(float lane_best, int whole, int k) {
   return -WarpMax(-lowest);
 }
 
+// The r-th best of the lanes' logits, as OrderedBits.
+__device__ inline uint32_t LaneOfRank(float lane_best, int r, int lane) {
+  constexpr int kFew = 4;
+  if (r > kFew)
+    return OrderedBits(__shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1));
+  uint32_t left = OrderedBits(lane_best);
+#pragma unroll 1
+  for (; r > 1; --r) {
+    const unsigned best = __ballot_sync(kFullWarp, left == WarpMax(left));
+    if (lane == __ffs(best) - 1) left = 0;
+  }
+  return WarpMax(left);
+}
+
 // A logit that at least k of the row reach: of the r-th best lanes of all the cluster's warps, the
-// m-th best, r * m >= k. `bests` and `row_floor` are Shared::warp_bests and row_floor of the
-// block's own memory: other blocks write there while it may still read its part of the row. Called
-// by all threads; passes a barrier of the cluster.
+// m-th best, r * m >= k, with its last bits zero. `bests` and `row_floor` are Shared::warp_bests and
+// row_floor of the block's own memory: other blocks write there while it may still read its part of the
+// row. Called by all threads; passes a barrier of the cluster.
 template <class Block>
-__device__ __noinline__ float ClusterFloor(float lane_best, const Part& part, int k, float* bests,
-                                           float& row_floor) {
-  constexpr int kMaxWarps = kMaxClusterBlocks * Block::kWarps;
+__device__ __noinline__ float ClusterFloor(float lane_best, const Part& part, int k,
+                                           uint32_t* bests, float& row_floor) {
+  constexpr uint32_t kMaxWarps = kMaxClusterBlocks * Block::kWarps;
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
   const int warps = part.blocks * Block::kWarps;
   const int busy = max(1, min(warps, part.row_elements / kCell));  // with a whole cell or more
   // The middle of many warps' bests is a better floor than their lowest. Of few warps it is not.
-  const int of_all = (k + busy - 1) / busy;
-  const int r = min(32, of_all <= 2 ? (2 * k + busy - 1) / busy : of_all);
-  const int m = (k + r - 1) / r;
-  const float best = __shfl_sync(kFullWarp, WarpSortDescending(lane_best, lane), r - 1);
-  if (lane < part.blocks) *InBlock(&bests[part.block * Block::kWarps + warp], lane) = best;
+  const int r = min(32, SmallQuotient((k <= 2 * busy ? 2 * k : k) + busy - 1, busy));
+  const uint32_t of_row = part.block * Block::kWarps + threadIdx.x / 32;
+  static_assert((kMaxWarps & (kMaxWarps - 1)) == 0);
+  // With the warp's number in its last bits, so that no two are equal.
+  const uint32_t best = (LaneOfRank(lane_best, r, lane) & ~(kMaxWarps - 1)) | of_row;
+  if (lane < part.blocks) *InBlock(&bests[of_row], lane) = best;
   if (threadIdx.x == 0) row_floor = -kInfinity;
   ClusterArrive();
   ClusterWait();
-  // Ranked by as many neighbouring lanes as there are threads for a value.
+  // Ranked by as many neighbouring lanes as there are threads for a value, four values a load.
   constexpr int kParts = Block::kThreads / kMaxWarps;
-  static_assert(kParts >= 1 && kMaxWarps % (4 * kParts) == 0);
+  static_assert(kParts >= 1 && Block::kWarps % 4 == 0);
   const int own = threadIdx.x / kParts;
-  const int of_value = threadIdx.x % kParts;
-  const float mine = own < warps ? bests[own] : -kInfinity;
+  const uint32_t mine = own < warps ? bests[own] : 0;
+  const uint4* fours = reinterpret_cast<const uint4*>(bests);
   int rank = 0;
-#pragma unroll 8
-  for (int i = of_value; i < warps; i += kParts)
-    rank += bests[i] > mine || (bests[i] == mine && i < own);
+#pragma unroll 4
+  for (int i = threadIdx.x % kParts; i < warps / 4; i += kParts) {
+    const uint4 four = fours[i];
+    rank += (four.x > mine) + (four.y > mine) + (four.z > mine) + (four.w > mine);
+  }
 #pragma unroll
   for (int offset = 1; offset < kParts; offset *= 2)
     rank += __shfl_xor_sync(kFullWarp, rank, offset);
-  if (of_value == 0 && own < warps && rank == m - 1) row_floor = mine;
+  // Below -inf are the bits of NaN.
+  if (own < warps && rank * r < k && (rank + 1) * r >= k)
+    row_floor = fmaxf(FromOrderedBits(mine & ~(kMaxWarps - 1)), -kInfinity);
   __syncthreads();
   return row_floor;
 }
@@ -291,58 +309,131 @@ __device__ __noinline__ Key Gather(const T* item, int item_begin, int item_eleme
 
 // ---- the row's candidates ----------------------------------------------------------------------
 
-// Sends the k largest keys of the block's pool, and what else comes with them, to the first block
-// of the cluster, into the inbox of its `shared`. Called by all threads; passes two barriers of the
-// cluster.
-template <int kThreads, class Shape, class Stream>
-__device__ inline void SendToFirst(int k, int block, Stream& shared) {
-  auto& s = Pool<Shape>();
-  const int n = Trim<kThreads, Shape>(k, Stream::kInbox);
-  Key* inbox = InBlock(shared.inbox[block], 0);
-  for (int i = threadIdx.x; i < n; i += kThreads) inbox[i] = s.pool[i];
-  if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[block], 0) = n;
-  ClusterArrive();
-  ClusterWait();
+// Offers the warp's logits that reach a floor of the row to the first block of the cluster. They are few
+// in a warp, so no thread waits for another warp. Where they are not, sets `shared.crowded`.
+template <class Block, class Stream>
+__device__ __forceinline__ void SendOwn(const typename Block::Element* item, const Part& part,
+                                        const typename Block::Pool::Sketch* sketch, Floor floor,
+                                        Stream& shared) {
+  using T = typename Block::Element;
+  using Shape = typename Block::Pool;
+  static_assert(Shape::kElements <= 32);
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const uint32_t below = (1u << lane) - 1;
+  const uint32_t edge = OrderedBits(floor.logit) >> 16;
+  uint16_t* const hits = shared.hits[warp];
+  int count = 0;
+#pragma unroll 1
+  for (int cell = warp; cell < part.cells(); cell += Block::kWarps) {
+    const typename Shape::Sketch of_lane = sketch[cell * 32 + lane];
+#pragma unroll
+    for (int g = 0; g < Shape::kLaneGroups; ++g) {
+      const bool hit = reinterpret_cast<const uint16_t*>(&of_lane)[g] >= edge;
+      const uint32_t lanes = __ballot_sync(kFullWarp, hit);
+      const int at = count + __popc(lanes & below);
+      if (hit && at < Stream::kHitsOfWarp) {
+        hits[at] =
+            static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
+      }
+      count += __popc(lanes);
+    }
+  }
+  __syncwarp();
+  Key* const inbox = InBlock(shared.inbox[part.block], 0);
+  bool crowded = count > Stream::kHitsOfWarp;
+  constexpr int kTogether = 32 / Shape::kElements;  // groups, a lane reads an element
+  constexpr int kAtOnce = 4;
+#pragma unroll 1
+  for (int first = 0; first < count && !crowded; first += kAtOnce * kTogether) {
+    float x[kAtOnce];
+    int index[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = first + j * kTogether + lane / Shape::kElements;
+      index[j] =
+          at < count ? GroupIndex<T, Shape>(hits[at], lane % Shape::kElements) : part.elements();
+      x[j] = index[j] < part.elements() ? ToFloat(item[index[j]]) : -kInfinity;
+    }
+    uint32_t reached[kAtOnce];
+    int all = 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      reached[j] = __ballot_sync(kFullWarp, index[j] < part.elements() && x[j] >= floor.logit);
+      all += __popc(reached[j]);
+    }
+    if (all == 0) continue;
+    int at = lane == 0 ? atomicAdd(&shared.sent, all) : 0;
+    at = __shfl_sync(kFullWarp, at, 0);
+    crowded = at + all > Stream::kInbox;
+#pragma unroll
+    for (int j = 0; j < kAtOnce && !crowded; ++j) {
+      if ((reached[j] >> lane & 1) != 0)
+        inbox[at + __popc(reached[j] & below)] = MakeKey(x[j], part.begin + index[j]);
+      at += __popc(reached[j]);
+    }
+  }
+  if (crowded && lane == 0) shared.crowded = true;
 }
 
 // Puts what the cluster's blocks have sent to the first one into its pool.
 template <int kThreads, class Shape, class Stream>
 __device__ inline void OpenInbox(int blocks, const Stream& shared) {
   auto& s = Pool<Shape>();
-  int n = 0;
-  for (int block = 0; block < blocks; ++block) {
-    const int count = shared.inbox_counts[block];
-    for (int i = threadIdx.x; i < count; i += kThreads) s.pool[n + i] = shared.inbox[block][i];
-    n += count;
-  }
-  if (threadIdx.x == 0) s.count = n;
+  constexpr int kOfBlock = kThreads / kMaxClusterBlocks;  // threads that take what a block has sent
+  const int from = static_cast<int>(threadIdx.x) / kOfBlock;
+  const int lane = threadIdx.x % 32;
+  const int of_lane = lane < blocks ? shared.inbox_counts[lane] : 0;
+  const int through = WarpPrefix(of_lane, lane);
+  const int count = __shfl_sync(kFullWarp, of_lane, from);
+  Key* const to = s.pool + __shfl_sync(kFullWarp, through, from) - count;
+#pragma unroll 1
+  for (int i = threadIdx.x % kOfBlock; i < count; i += kOfBlock) to[i] = shared.inbox[from][i];
+  if (threadIdx.x == 31) s.count = through;
   __syncthreads();
 }
 
 // Fills the block's pool with candidates for the k largest tokens of its part of the row; in a
-// cluster, the first block's pool with those of the whole row. Returns the floor that the block's
-// candidates are not below. `lane_best` is what RowStream::Run returned; `stream` is the Shared
-// that the row was read with. Called by all threads after a barrier; in a cluster it passes a
-// barrier of the cluster.
-template <class Block, class Stream>
-__device__ __forceinline__ Key GatherRow(const typename Block::Element* row, const Part& part,
-                                         const typename Block::Pool::Sketch* sketch,
-                                         float lane_best, int k, Stream& stream) {
+// cluster, the first block's pool with those of the whole row. `lane_best` is what RowStream::Run
+// returned; `shared` is what the row was read with. Called by all threads after a barrier; in a
+// cluster it passes barriers of the cluster. Calls meanwhile() once all statistics are there: in a
+// cluster before it waits for the other blocks' candidates.
+template <class Block, class Stream, class Meanwhile>
+__device__ __forceinline__ void GatherRow(const typename Block::Element* row, const Part& part,
+                                          const typename Block::Pool::Sketch* sketch,
+                                          float lane_best, int k, Stream& shared,
+                                          Meanwhile meanwhile) {
+  using T = typename Block::Element;
   using Shape = typename Block::Pool;
+  constexpr int kThreads = Block::kThreads;
+  const T* const item = row + part.begin;
   Floor floor;
-  if constexpr (Block::kCluster) {
-    floor.RaiseToLogit(
-        ClusterFloor<Block>(lane_best, part, k, stream.warp_bests, stream.row_floor));
-  } else {
+  if constexpr (!Block::kCluster) {
     floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.elements() / kCell, k));
+    Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
+    meanwhile();
+  } else {
+    if (threadIdx.x == 0) {
+      shared.sent = 0;
+      shared.crowded = false;
+    }
+    floor.RaiseToLogit(
+        ClusterFloor<Block>(lane_best, part, k, shared.warp_bests, shared.row_floor));
+    SendOwn<Block>(item, part, sketch, floor, shared);
+    __syncthreads();
+    int sent = shared.sent;
+    if (shared.crowded) {
+      Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
+      sent = Trim<kThreads, Shape>(k, Stream::kInbox);
+      Key* const inbox = InBlock(shared.inbox[part.block], 0);
+      for (int i = threadIdx.x; i < sent; i += kThreads) inbox[i] = Pool<Shape>().pool[i];
+    }
+    if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[part.block], 0) = sent;
+    ClusterArrive();
+    meanwhile();
+    ClusterWait();
+    if (part.block == 0) OpenInbox<kThreads, Shape>(part.blocks, shared);
   }
-  const Key reached = Gather<typename Block::Element, Block::kThreads, Shape>(
-      row + part.begin, part.begin, part.elements(), sketch, floor, k);
-  if constexpr (Block::kCluster) {
-    SendToFirst<Block::kThreads, Shape>(k, part.block, stream);
-    if (part.block == 0) OpenInbox<Block::kThreads, Shape>(part.blocks, stream);
-  }
-  return reached;
 }
 
 }  // namespace logitd::cuda

@@ -219,10 +219,12 @@ __device__ inline Stats MergeLanes(Stats lane, float log2e_over_temperature) {
 template <class Load>
 __device__ inline Stats MergeCells(int cells, float log2e_over_temperature, int lane, Load load) {
   float max = -kInfinity;
+#pragma unroll 1
   for (int i = lane; i < cells; i += 32) max = fmaxf(max, load(i).max);
   max = WarpMax(max);
   const Exponential exponential(max, log2e_over_temperature);
   float sum = 0.0f;
+#pragma unroll 1
   for (int i = lane; i < cells; i += 32) {
     const Stats cell = load(i);
     // A cell of only -inf adds its sum (0, or NaN where it holds a NaN) whatever the factor.

@@ -25,6 +25,26 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
+// The cluster's place in the grid, and the block's in its cluster. A block launched without a cluster is
+// one of its own.
+__device__ inline int ClusterOfGrid() {
+#if __CUDA_ARCH__ >= 900
+  int cluster;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+  return cluster;
+#else
+  return blockIdx.x;
+#endif
+}
+__device__ inline int BlockOfCluster() {
+#if __CUDA_ARCH__ >= 900
+  int block;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return block;
+#else
+  return 0;
+#endif
+}
 // The same place in the shared memory of the cluster's block `rank`.
 template <class U>
 __device__ inline U* InBlock(U* shared, int rank) {

@@ -25,6 +25,7 @@ struct Exponential {
   float shift;
   bool plain;  // one multiply-add per element is exact enough, and 2^-shift is near the maximum
 
+  Exponential() = default;
   __device__ Exponential(float row_max, float log2e_over_row_temperature) {
     max = row_max;
     log2e_over_temperature = log2e_over_row_temperature;

@@ -68,8 +68,13 @@ struct BlockShape {
       typename Pool::Shared pool;
     };
     // The cluster's floor. Not in the ring's memory: the blocks do not end their reading together.
-    float warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
+    alignas(16) uint32_t warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
     float row_floor;
+    // Groups that a warp looks at again, and how many keys the block's warps have sent.
+    static constexpr int kHitsOfWarp = 64;
+    uint16_t hits[kCluster ? kWarps : 1][kCluster ? kHitsOfWarp : 1];
+    int sent;
+    bool crowded;
     // Candidates of the cluster's blocks. Here, so that other blocks do not have room for them.
     static constexpr int kInbox = std::max(Pool::kPool / kMaxClusterBlocks, Pool::kMaxK);
     alignas(16) Key inbox[kCluster ? kMaxClusterBlocks : 1][kCluster ? kInbox : 1];
@@ -101,8 +106,8 @@ struct Part {
   int row_elements;
 
   __device__ static Part Of(int block, int blocks, int row_cells, int vocab) {
-    return {block, blocks, row_cells * block / blocks * kCell,
-            min(row_cells * (block + 1) / blocks * kCell, vocab), vocab};
+    const auto border = [=](int n) { return SmallQuotient(row_cells * n, blocks) * kCell; };
+    return {block, blocks, border(block), min(border(block + 1), vocab), vocab};
   }
   __device__ int elements() const { return end - begin; }
   __device__ int cells() const { return CellsOf(elements()); }

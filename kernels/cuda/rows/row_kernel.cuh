@@ -100,9 +100,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const int vocab = static_cast<int>(logits.cols);
   const int row_cells = CellsOf(vocab);
   const auto memory = OpMemory<Op, Block>::Of(row_cells);
-  const int64_t r = Block::kCluster ? blockIdx.x / blocks : blockIdx.x;
-  const Part part = Block::kCluster ? Part::Of(static_cast<int>(blockIdx.x - r * blocks), blocks,
-                                               row_cells, vocab)
+  const int64_t r = Block::kCluster ? ClusterOfGrid() : blockIdx.x;
+  const Part part = Block::kCluster ? Part::Of(BlockOfCluster(), blocks, row_cells, vocab)
                                     : Part{0, 1, 0, vocab, vocab};
   const T* row = static_cast<const T*>(logits.data) + r * logits.row_stride;
 
@@ -119,7 +118,11 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   bool has_met = false;
   if constexpr (Op::kTops) {
     if (const int tops = op.Tops(); tops > 0) {
-      GatherRow<Block>(row, part, memory.sketch, lane_best, tops, memory.shared);
+      GatherRow<Block>(row, part, memory.sketch, lane_best, tops, memory.shared, [&] {
+        if constexpr (requires { op.template Meanwhile<Block>(p, memory); }) {
+          if (part.block == 0) op.template Meanwhile<Block>(p, memory);
+        }
+      });
       has_met = true;
     }
   }

@@ -191,26 +191,28 @@ __device__ int CompactKeys(Key* keys, int n, int& counter, Keep keep) {
 template <int kThreads, class Emit>
 __device__ __forceinline__ void EmitByComparing(Key* keys, int n, Emit emit) {
   const int thread = threadIdx.x;
-  // A key is ranked by as many neighbouring lanes as there are threads for it, two keys a load.
-  int parts = 1;
-  while (parts < 32 && 2 * parts * n <= kThreads) parts *= 2;
-  const int chunk = (n + 2 * parts - 1) / (2 * parts);  // pairs of keys a part looks at
+  // A key is ranked by 2^shift neighbouring lanes, as there are threads for it, two keys a load.
+  int shift = 0;
+  while (shift < 5 && n << (shift + 1) <= kThreads) ++shift;
+  const int parts = 1 << shift;
+  const int chunk = (n + 2 * parts - 1) >> (shift + 1);  // pairs of keys a part looks at
   __syncthreads();
   if (thread < 2 * parts * chunk - n) keys[n + thread] = 0;  // below every key
   __syncthreads();
-  const int part = thread % parts;
+  const int part = thread & (parts - 1);
   const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(keys) + part * chunk;
 #pragma unroll 1
-  for (int base = 0; base < n; base += kThreads / parts) {  // all lanes stay for the shuffles
-    const int i = base + thread / parts;
+  for (int first = thread / 32 * 32 >> shift; first < n; first += kThreads >> shift) {
+    const int i = first + (thread % 32 >> shift);  // all lanes of a warp stay for the shuffles
     const Key mine = i < n ? keys[i] : 0;
     int rank = 0;
-#pragma unroll 8
+#pragma unroll(kThreads > 256 ? 4 : 8)
     for (int j = 0; j < chunk; ++j) {
       const ulonglong2 pair = pairs[j];
       rank += pair.x > mine;
       rank += pair.y > mine;
     }
+#pragma unroll 1
     for (int offset = 1; offset < parts; offset *= 2)
       rank += __shfl_xor_sync(kFullWarp, rank, offset);
     if (part == 0 && i < n) emit(rank, mine);

@@ -279,7 +279,7 @@ __device__ inline void List(const typename Block::Element* row, const Part& part
   constexpr int kThreads = Block::kThreads;
   DrawShared& s = Finish().draw;
   auto& pool = Pool<Shape>();
-  GatherRow<Block>(row, part, sketch, lane_best, count, stream);
+  GatherRow<Block>(row, part, sketch, lane_best, count, stream, [] {});
   if (Block::kCluster && part.block != 0) return;
   const int n = Trim<kThreads, Shape>(count, Shape::kPool / 2);
   EmitByRank<kThreads>(pool.pool, n, pool.pool + Shape::kPool / 2, pool.select,

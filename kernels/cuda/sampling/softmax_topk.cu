@@ -9,9 +9,11 @@
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
 // Limited by: HBM while a row is read; then by the chain of latencies that ends a row (floor, second
-// look, rank, merge), which other blocks hide only in part; short rows by instructions.
+// look, rank, merge), which other blocks hide only in part, few rows not at all: instructions that a
+// block runs once take some 10 cycles each. Short rows by instructions.
 // Measured on an H200 (bench/results/h200/rows.json), of one read: 512 x 131072 k 64 f32 81%, bf16 67%;
-// 65536 x 1000 f32 k 10 75%. Dropped: a pool inside the loop; blocks that meet in device memory.
+// 65536 x 1000 f32 k 10 75%. Dropped: a pool inside the loop; blocks that meet in device memory; a
+// cluster's second look in the ring's memory; a cell of -inf before the row, to fetch the loop early.
 #include <array>
 #include <span>
 

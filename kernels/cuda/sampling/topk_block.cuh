@@ -30,32 +30,47 @@ class TopKOp : public RowOp {
     return stream.Run({log2e_over_temperature_, cells}, sketch);
   }
 
+  // Called by all threads of the first block while others still send candidates.
+  template <class Block>
+  __device__ __forceinline__ void Meanwhile(const Params& p,
+                                            const OpMemory<TopKOp, Block>& memory) {
+    result_ = RowResult(MergeCells(memory.cells, p.cells, log2e_over_temperature_),
+                        log2e_over_temperature_, exactly_);
+  }
+
   template <class Block>
   __device__ __forceinline__ void FinishBlock(const Params& p, int64_t row_index, const T*,
                                               const OpMemory<TopKOp, Block>& memory) {
     using Shape = typename Block::Pool;
     constexpr int kThreads = Block::kThreads;
     auto& s = Pool<Shape>();
-    const int n = Trim<kThreads, Shape>(ask_.k, Shape::kPool / 2);
-    const RowResult result(MergeCells(memory.cells, p.cells, log2e_over_temperature_),
-                           log2e_over_temperature_, exactly_);
-    if (threadIdx.x < 32) {
-      WriteRow<T>(p, row_index, ask_, result, threadIdx.x,
+    // The last warp of a cluster's block often has no key to rank.
+    constexpr int kWriter = Block::kCluster ? Block::kWarps - 1 : 0;
+    const auto write_row = [&] {
+      if (threadIdx.x / 32 != kWriter) return;
+      WriteRow<T>(p, row_index, ask_, result_, threadIdx.x % 32,
                   [&](int i) { return isnan(memory.cells[i].sum); });
+    };
+    if (!Block::kCluster) write_row();
+    if (result_.Nan()) {
+      EmitNothing(p.args, ask_, threadIdx.x, kThreads);
+    } else {
+      const int n = Trim<kThreads, Shape>(ask_.k, Shape::kPool / 2);
+      int32_t* indices = p.args.indices + ask_.first_entry;
+      float* probs = p.args.probs + ask_.first_entry;
+      EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kPool / 2, s.select, [&](int rank, Key key) {
+        if (rank >= ask_.k) return;
+        indices[rank] = KeyIndex(key);
+        probs[rank] = result_.Probability(KeyLogit(key));
+      });
     }
-    if (result.Nan()) return EmitNothing(p.args, ask_, threadIdx.x, kThreads);
-    int32_t* indices = p.args.indices + ask_.first_entry;
-    float* probs = p.args.probs + ask_.first_entry;
-    EmitByRank<kThreads>(s.pool, n, s.pool + Shape::kPool / 2, s.select, [&](int rank, Key key) {
-      if (rank >= ask_.k) return;
-      indices[rank] = KeyIndex(key);
-      probs[rank] = result.Probability(KeyLogit(key));
-    });
+    if (Block::kCluster) write_row();
   }
 
  private:
   const SoftmaxTopKRow ask_;
   float log2e_over_temperature_;
+  RowResult result_;
   double exactly_;  // the same
 };
 

@@ -28,6 +28,7 @@ struct RowResult {
   double log2e_over_temperature;
   float weight;  // of an element at the maximum: what makes its exponential a probability
 
+  RowResult() = default;
   __device__ RowResult(Stats row, float temperature)
       : RowResult(row, kLog2E / temperature, Log2EOver(temperature)) {}
   // For a caller that keeps what depends only on the temperature, in float and in double.
