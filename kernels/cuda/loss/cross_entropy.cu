@@ -276,7 +276,7 @@ class ShortRows {
  private:
   __device__ void Push() {
     if (ahead_rows_ <= 0) return ring_.PushNothing();
-    ring_.PushShort(ahead_ + ahead_first_, vocab_ - ahead_first_);
+    ring_.Push(ahead_ + ahead_first_, vocab_ - ahead_first_);
     ahead_first_ += kCell;
     if (ahead_first_ < vocab_) return;
     ahead_first_ = 0;

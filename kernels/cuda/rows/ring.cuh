@@ -25,6 +25,46 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Loads vectors that begin in word kWord of a block of 16 bytes: out of that block and the next one.
+// Whole blocks: narrower loads, 16 bytes apart over the lanes, take as long each.
+template <class T, int kVectors, int kWord>
+__device__ inline void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const uint4 low = blocks[32 * v], high = blocks[32 * v + 1];
+    const uint32_t words[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x.words[4 * v + i] = sizeof(T) == 4
+                               ? words[kWord + i]
+                               : __funnelshift_r(words[kWord + i], words[kWord + i + 1],
+                                                 static_cast<uint32_t>(misaligned % 4 * 8));
+    }
+  }
+}
+
+// Loads a lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's begin;
+// of its vectors the first kVectors. Reads all blocks of 16 bytes in which there is any of it.
+template <class T, int kVectors = kCell / kVector<T> / 32>
+__device__ inline void ReadCellAt(const char* cell, int misaligned, int lane, LaneCell<T>& x) {
+  const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane;
+  if (misaligned == 0) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x.SetVector(v, blocks[32 * v]);
+    return;
+  }
+  switch (misaligned / 4) {
+    case 0:
+      return ReadMisaligned<T, kVectors, 0>(blocks, misaligned, x);
+    case 1:
+      return ReadMisaligned<T, kVectors, 1>(blocks, misaligned, x);
+    case 2:
+      return ReadMisaligned<T, kVectors, 2>(blocks, misaligned, x);
+    default:
+      return ReadMisaligned<T, kVectors, 3>(blocks, misaligned, x);
+  }
+}
+
 // Cells of any alignment: whole lines of 128 bytes keep their place in the line, and the shift to
 // the element's border happens on the way into registers. Every call is made by the whole warp, and
 // there is one Pop for each Push.
@@ -39,33 +79,9 @@ class CellRing {
 
   __device__ CellRing(Storage& storage, int lane) : slots_(storage.slots), lane_(lane) {}
 
-  // Starts the copy of elements [0, count) from `first`, 1 <= count. Reads no block of 16 bytes in
-  // which there is none of them, and no byte beyond the last.
+  // Starts the copy of elements [0, count) from `first`, 1 <= count; of a cell at most. Reads no block of
+  // 16 bytes in which there is none of them, and no byte beyond a row's last.
   __device__ void Push(const T* first, int count) {
-    uint4* slot = slots_[push_] + lane_;
-    const int offset = InLine(first);
-    const char* base = reinterpret_cast<const char*>(first) - offset + 16 * lane_;
-    const int left =  // bytes from the lane's first block to the end of what is copied
-        offset + min(count, kCell) * static_cast<int>(sizeof(T)) - 16 * lane_;
-    if (count >= kCell) {
-      constexpr int kWhole = kBlocks / 32;
-      if (16 * lane_ + 15 >= offset) CopyAsync16(slot, base, 16);
-#pragma unroll
-      for (int v = 1; v < kWhole; ++v) CopyAsync16(slot + 32 * v, base + 512 * v, 16);
-      if (left > 512 * kWhole)
-        CopyAsync16(slot + 32 * kWhole, base + 512 * kWhole, min(16, left - 512 * kWhole));
-    } else {
-      if (16 * lane_ + 15 >= offset && left > 0) CopyAsync16(slot, base, min(16, left));
-#pragma unroll
-      for (int v = 1; v <= kBlocks / 32; ++v) {
-        if (left > 512 * v) CopyAsync16(slot + 32 * v, base + 512 * v, min(16, left - 512 * v));
-      }
-    }
-    PushNothing();
-  }
-
-  // As Push, in fewer instructions for rows whose last cell ends anywhere.
-  __device__ void PushShort(const T* first, int count) {
     const int offset = InLine(first);
     CopyCell(BlockInShared(push_), reinterpret_cast<const char*>(first) - offset + 16 * lane_,
              offset, count);
@@ -149,13 +165,7 @@ class CellRing {
     int turns = kStages;
 #pragma unroll 1
     for (; count > 0; count -= kCell) {
-      if (count >= kCell + kVector<T>) {  // whole blocks of 16 bytes
-        if (16 * lane_ + 15 >= offset) CopyBlock<0>(to, from);
-        CopyBlocks(std::make_integer_sequence<int, kBlocks / 32 - 1>(), to, from, kBlocks);
-        if (16 * lane_ < offset) CopyBlock<kBlocks / 32>(to, from);
-      } else {
-        CopyCell(to, from, offset, count);
-      }
+      CopyCell(to, from, offset, count);
       CommitAsync();
       --turns;
       from += kCell * sizeof(T);
@@ -194,10 +204,17 @@ class CellRing {
   // Copies the first `count` elements of a cell that begins `offset` bytes after the line of lane 0's
   // first block. The addresses are of the lane's first block.
   __device__ void CopyCell(uint32_t to, const char* from, int offset, int count) const {
+    constexpr int kWhole = kBlocks / 32;
+    if (count >= kCell + kVector<T>) {  // the last block is in the row
+      if (16 * lane_ + 15 >= offset) CopyBlock<0>(to, from);
+      CopyBlocks(std::make_integer_sequence<int, kWhole - 1>(), to, from, kBlocks);
+      if (16 * lane_ < offset) CopyBlock<kWhole>(to, from);
+      return;
+    }
     const unsigned bytes = offset + min(count, kCell) * static_cast<unsigned>(sizeof(T));
     const int whole = static_cast<int>(bytes / 16) - lane_;  // blocks from the lane's first
     if (whole > 0 && 16 * lane_ + 15 >= offset) CopyBlock<0>(to, from);
-    CopyBlocks(std::make_integer_sequence<int, kBlocks / 32>(), to, from, whole);
+    CopyBlocks(std::make_integer_sequence<int, kWhole>(), to, from, whole);
     const int tail = static_cast<int>(bytes % 16);
     if (tail != 0 && lane_ == 0) CopyAsync16(to + bytes - tail, from + (bytes - tail), tail);
   }
@@ -218,25 +235,7 @@ class CellRing {
   // begin; of its vectors the first kVectors.
   template <int kVectors = kBlocks / 32>
   __device__ void ReadCell(const char* cell, int misaligned, LaneCell<T>& x) const {
-    const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane_;
-    if (misaligned == 0) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) x.SetVector(v, blocks[32 * v]);
-    } else {
-      switch (misaligned / 4) {
-        case 0:
-          ReadMisaligned<0, kVectors>(blocks, misaligned, x);
-          break;
-        case 1:
-          ReadMisaligned<1, kVectors>(blocks, misaligned, x);
-          break;
-        case 2:
-          ReadMisaligned<2, kVectors>(blocks, misaligned, x);
-          break;
-        default:
-          ReadMisaligned<3, kVectors>(blocks, misaligned, x);
-      }
-    }
+    ReadCellAt<T, kVectors>(cell, misaligned, lane_, x);
   }
 
   // The same of the first quarter; its elements from `count` on are -inf.
@@ -268,35 +267,6 @@ class CellRing {
       if (count > q * kQuarter) continue;
 #pragma unroll
       for (int w = q * kWords; w < (q + 1) * kWords; ++w) x.words[w] = kMinusInfinities<T>;
-    }
-  }
-
-  // Reads elements that begin in word kWord of a block: the block's words from there on, and the
-  // first words of the next block. Loads are as wide as stays within a block.
-  template <int kWord, int kVectors>
-  __device__ static void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
-    constexpr int kNeeded = sizeof(T) == 4 ? 4 : 5;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      uint32_t words[8];
-#pragma unroll
-      for (int w = kWord; w < kWord + kNeeded; ++w) {
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(blocks + 32 * v) + w;
-        if (w % 2 == 0 && w + 1 < kWord + kNeeded) {
-          const uint2 two = *reinterpret_cast<const uint2*>(from);
-          words[w] = two.x;
-          words[w + 1] = two.y;
-        } else if (w % 2 == 0 || w == kWord) {
-          words[w] = *from;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x.words[4 * v + i] = sizeof(T) == 4
-                                 ? words[kWord + i]
-                                 : __funnelshift_r(words[kWord + i], words[kWord + i + 1],
-                                                   static_cast<uint32_t>(misaligned % 4 * 8));
-      }
     }
   }
 

@@ -134,7 +134,7 @@ class ShortRows {
     const bool is_row = RowOfTurn(turn) < p_.args.logits.rows;
     if constexpr (Shape::kHeld) {
       if (!is_row) return ring_.PushNothing();
-      ring_.PushShort(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
+      ring_.Push(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
     } else if (is_row) {
       ring_.PushRow(p_.Row<T>(RowOfTurn(turn)), p_.vocab);
     }
