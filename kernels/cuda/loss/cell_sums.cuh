@@ -397,13 +397,59 @@ __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const C
   return sums;
 }
 
+// Calls visit(std::integral_constant<Summing, summing>).
+template <class Visit>
+__device__ __forceinline__ void VisitSumming(Summing summing, const Visit& visit) {
+  switch (summing) {
+    case Summing::kPlain:
+      return visit(std::integral_constant<Summing, Summing::kPlain>());
+    case Summing::kWithRankOrTotal:
+      return visit(std::integral_constant<Summing, Summing::kWithRankOrTotal>());
+    case Summing::kWeighted:
+      return visit(std::integral_constant<Summing, Summing::kWeighted>());
+    case Summing::kMildlyCapped:
+      return visit(std::integral_constant<Summing, Summing::kMildlyCapped>());
+    case Summing::kMildlyCappedAll:
+      return visit(std::integral_constant<Summing, Summing::kMildlyCappedAll>());
+    case Summing::kCapped:
+      return visit(std::integral_constant<Summing, Summing::kCapped>());
+  }
+  __builtin_unreachable();
+}
+
+// Sums the cells that a warp takes of a row: those of `stream`, which has RowStream's Next, first and
+// Release. max_of(x) is the lane's largest element; cell_of(sums, x, first) is what the lanes that
+// `write` leave of a cell in `cells`, CellSums or more.
+template <Summing kSumming, class T, class Stream, class Cell, class MaxOf, class CellOf>
+__device__ __forceinline__ void SumCells(Stream& stream, const CellAsk& ask, int end, bool write,
+                                         Cell* cells, MaxOf max_of, CellOf cell_of) {
+  const int lane = threadIdx.x % 32;
+  LaneCell<T> x;
+  RankCounter<T> rank(ask.target, ask.target_logit);
+  int last = -1;  // cell
+#pragma unroll 1
+  while (stream.Next(x)) {
+    const int first = stream.first();
+    stream.Release();
+    const float lane_max = max_of(x);
+    if constexpr (kSumming != Summing::kPlain) {
+      if (ask.target >= 0) rank.Add(x, first, lane);
+    }
+    const Cell cell = cell_of(SumCell<kSumming, T>(x, lane_max, ask, first, end, lane), x, first);
+    last = first / kCell;
+    if (write) cells[last] = cell;
+  }
+  if (kSumming != Summing::kPlain && ask.target >= 0 && last >= 0) {
+    const int before = rank.Total();
+    if (write) cells[last].before = before;
+  }
+}
+
 // Merges a row's cells, by one warp, in an order that depends only on their number. The sums of cell
-// i are sums_of(i).
+// i are sums_of(i), and `stats` those of MergeCells.
 template <class SumsOf>
-__device__ inline RowSums MergeRow(int count, float log2e_over_temperature, int lane,
-                                   SumsOf sums_of) {
-  const Stats stats =
-      MergeCells(count, log2e_over_temperature, lane, [&](int i) { return sums_of(i).stats; });
+__device__ inline RowSums MergeMore(Stats stats, int count, float log2e_over_temperature, int lane,
+                                    SumsOf sums_of) {
   const Exponential exponential(stats.max, log2e_over_temperature);
   float weighted = 0.0f;
   double total = 0.0;
@@ -415,6 +461,13 @@ __device__ inline RowSums MergeRow(int count, float log2e_over_temperature, int 
     before += sums.before;
   }
   return {stats, WarpSum(weighted), WarpSum(total), __reduce_add_sync(kFullWarp, before)};
+}
+template <class SumsOf>
+__device__ inline RowSums MergeRow(int count, float log2e_over_temperature, int lane,
+                                   SumsOf sums_of) {
+  const Stats stats =
+      MergeCells(count, log2e_over_temperature, lane, [&](int i) { return sums_of(i).stats; });
+  return MergeMore(stats, count, log2e_over_temperature, lane, sums_of);
 }
 
 // The sum of what kCount lanes hold, in the order of WarpSum; the other lanes hold 0.

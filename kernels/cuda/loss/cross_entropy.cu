@@ -39,64 +39,6 @@ static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
 
 // ---- stages of a row ---------------------------------------------------------------------------
 
-// Reads the block's part of a row, which ends at `end`: leaves the sums of its cells and, where
-// there are tops, their sketch. Returns the largest logit the lane has seen, also only for tops.
-template <Summing kSumming, bool kTops, class Block>
-__device__ inline float ReadCellsBy(RowStream<Block>& stream, const CellAsk& ask, int end,
-                                    CellSums* cells, SmallPool::Sketch* sketch) {
-  using T = typename Block::Element;
-  const int lane = threadIdx.x % 32;
-  float lane_best = -kInfinity;
-  SmallPool::Sketch* sketch_to = sketch + threadIdx.x;
-  LaneCell<T> x;
-  RankCounter<T> rank(ask.target, ask.target_logit);
-  int last = -1;  // cell
-#pragma unroll 1
-  while (stream.Next(x)) {
-    const int first = stream.first();
-    stream.Release();
-    float lane_max;
-    if constexpr (kTops) {
-      *sketch_to = SketchOf<SmallPool>(x, lane_max);
-      lane_best = fmaxf(lane_best, lane_max);
-      sketch_to += Block::kThreads;
-    } else {
-      lane_max = x.Max(0, kLaneElements);
-    }
-    if constexpr (kSumming != Summing::kPlain) {
-      if (ask.target >= 0) rank.Add(x, first, lane);
-    }
-    const CellSums sums = SumCell<kSumming, T>(x, lane_max, ask, first, end, lane);
-    last = first / kCell;
-    if (lane == 0) cells[last] = sums;
-  }
-  if (kSumming != Summing::kPlain && ask.target >= 0 && last >= 0) {
-    const int before = rank.Total();
-    if (lane == 0) cells[last].before = before;
-  }
-  return lane_best;
-}
-
-template <bool kTops, class Block>
-__device__ inline float ReadCells(RowStream<Block>& stream, const CellAsk& ask, int end,
-                                  CellSums* cells, SmallPool::Sketch* sketch) {
-  switch (SummingOf(ask)) {
-    case Summing::kPlain:
-      return ReadCellsBy<Summing::kPlain, kTops>(stream, ask, end, cells, sketch);
-    case Summing::kWithRankOrTotal:
-      return ReadCellsBy<Summing::kWithRankOrTotal, kTops>(stream, ask, end, cells, sketch);
-    case Summing::kWeighted:
-      return ReadCellsBy<Summing::kWeighted, kTops>(stream, ask, end, cells, sketch);
-    case Summing::kMildlyCapped:
-      return ReadCellsBy<Summing::kMildlyCapped, kTops>(stream, ask, end, cells, sketch);
-    case Summing::kMildlyCappedAll:
-      return ReadCellsBy<Summing::kMildlyCappedAll, kTops>(stream, ask, end, cells, sketch);
-    case Summing::kCapped:
-      return ReadCellsBy<Summing::kCapped, kTops>(stream, ask, end, cells, sketch);
-  }
-  __builtin_unreachable();
-}
-
 // The lowest NaN of a row whose sum is NaN, by one warp.
 template <class T>
 __device__ inline int FindNanOfRow(const T* row, const CellSums* cells, int count, int32_t vocab) {
@@ -181,6 +123,7 @@ class LossOp : public RowOp {
   __device__ bool Active() const { return active_ != 0; }
   __device__ int Tops() const { return top_; }
 
+  // Leaves the sums of the block's cells and, where there are tops, their sketch.
   template <class Block>
   __device__ __forceinline__ float Read(RowStream<Block>& stream, int end, CellSums* cells,
                                         SmallPool::Sketch* sketch) {
@@ -191,7 +134,24 @@ class LossOp : public RowOp {
                       .total = smoothing_ > 0,
                       .softcap = softcap_,
                       .log2e_over_temperature = Log2EOverTemperature(softcap_, temperature_)};
-    return ReadCells<kTop, Block>(stream, ask, end, cells, sketch);
+    float lane_best = -kInfinity;
+    SmallPool::Sketch* sketch_to = sketch + threadIdx.x;
+    const auto max_of = [&](const LaneCell<T>& x) {
+      if constexpr (kTop) {
+        float lane_max;
+        *sketch_to = SketchOf<SmallPool>(x, lane_max);
+        sketch_to += Block::kThreads;
+        lane_best = fmaxf(lane_best, lane_max);
+        return lane_max;
+      } else {
+        return x.Max(0, kLaneElements);
+      }
+    };
+    VisitSumming(SummingOf(ask), [&](auto summing) {
+      SumCells<summing, T>(stream, ask, end, threadIdx.x % 32 == 0, cells, max_of,
+                           [](const CellSums& sums, const auto&...) { return sums; });
+    });
+    return lane_best;
   }
 
   template <class Block>

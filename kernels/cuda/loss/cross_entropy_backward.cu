@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   const bool active = ask.active != 0;
   if (threadIdx.x == 0) {
     const bool has_target = ask.target >= begin && ask.target < end;
-    gradient.Fill(ask, args.logsumexp[r], args.upstream[r], has_target,
-                  has_target ? ToFloat(from[ask.target]) : 0.0f, vocab);
+    gradient.Prepare(ask, args.upstream[r], has_target,
+                     has_target ? ToFloat(from[ask.target]) : 0.0f, vocab);
+    gradient.Finish(args.logsumexp[r]);
   }
   __syncthreads();
   writer.Write(active, gradient);
@@ -81,8 +82,10 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
     const int64_t r = first + lane;
     const CrossEntropyRow& ask = args.rows[r];
     const bool has_target = ask.active != 0 && ask.target >= 0;
-    gradients[warp][lane].Fill(ask, args.logsumexp[r], args.upstream[r], has_target,
-                               has_target ? ToFloat(from(r)[ask.target]) : 0.0f, vocab);
+    RowGradient<T>& gradient = gradients[warp][lane];
+    gradient.Prepare(ask, args.upstream[r], has_target,
+                     has_target ? ToFloat(from(r)[ask.target]) : 0.0f, vocab);
+    gradient.Finish(args.logsumexp[r]);
   }
   __syncwarp();
 #pragma unroll 1

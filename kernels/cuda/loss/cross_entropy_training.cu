@@ -3,12 +3,14 @@
 //
 // Where that is faster, two calls serve: cross_entropy, then its backward (BlocksOf).
 //
-// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by: HBM while
-// all blocks of a multiprocessor read or all write; what L2 holds (rows of 256 KB and more are read in part
-// again); label smoothing by instructions. Measured on an H200, bf16, as a share of the copy, in brackets
-// the two calls: 8192 x 32000 77% (64%), 50257 74% (62%), 128256 72% (68%); 777 x 151936 69% (63%).
-// Dropped: rows held in shared memory by a cluster (67% at 128256 tokens: few rows find room, and their
-// merge is not hidden); a ring of rows with warps by role (61%); 8 blocks a row (54%).
+// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by: what a row
+// costs between its last cell and its first gradient, while its blocks neither read nor write (a barrier
+// and a merge, 7000 of 27000 cycles at 128256 tokens); what L2 holds; label smoothing by instructions.
+// Measured on an H200, bf16, as a share of the copy, in brackets the two calls: 8192 x 32000 79% (63%),
+// 50257 74% (61%), 128256 71% (64%), with rank and entropy 65% (62%); 4096 x 151936 75% (65%).
+// Dropped: rows held in shared memory by a cluster (2% faster to 15% slower, f32 10% slower: few rows find
+// room); blocks of 4 warps, 6 a multiprocessor, 8 a row (2% faster at 128256 tokens, smoothing 5% slower);
+// a ring of rows with warps by role (61%).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -40,8 +42,7 @@ struct Block : BlockShape<T, SmallPool, kWarps, sizeof(T) == 4 ? 2 : 3, kResiden
 };
 
 // A cell's sums, and where it has a NaN.
-struct alignas(8) KnownCell {
-  CellSums sums;
+struct alignas(8) KnownCell : CellSums {
   int32_t nan;  // where the sum is NaN: the lowest index of one in the row; vocab: none in the cell
 };
 static_assert(sizeof(KnownCell) == 24);
@@ -60,6 +61,7 @@ __device__ inline int NanOf(const LaneCell<T>& x, int first, int none, int lane)
 template <class T>
 struct BlockMemory {
   typename Block<T>::Shared rings;
+  CrossEntropyRow ask;
   RowGradient<T> gradient;
   KnownCell cells[1];  // [p.cells]
 
@@ -68,55 +70,6 @@ struct BlockMemory {
     return *reinterpret_cast<BlockMemory*>(dynamic);
   }
 };
-
-// Calls sum(std::integral_constant<Summing, summing>).
-template <class Sum>
-__device__ inline void VisitSumming(Summing summing, const Sum& sum) {
-  switch (summing) {
-    case Summing::kPlain:
-      return sum(std::integral_constant<Summing, Summing::kPlain>());
-    case Summing::kWithRankOrTotal:
-      return sum(std::integral_constant<Summing, Summing::kWithRankOrTotal>());
-    case Summing::kWeighted:
-      return sum(std::integral_constant<Summing, Summing::kWeighted>());
-    case Summing::kMildlyCapped:
-      return sum(std::integral_constant<Summing, Summing::kMildlyCapped>());
-    case Summing::kMildlyCappedAll:
-      return sum(std::integral_constant<Summing, Summing::kMildlyCappedAll>());
-    case Summing::kCapped:
-      return sum(std::integral_constant<Summing, Summing::kCapped>());
-  }
-  __builtin_unreachable();
-}
-
-// Sums the block's part of a row: the sums of its cells go to every block of the cluster.
-template <Summing kSumming, class T>
-__device__ inline void SumPart(RowStream<Block<T>>& stream, const CellAsk& ask, const Part& part) {
-  const int lane = threadIdx.x % 32;
-  KnownCell* cells = BlockMemory<T>::Of().cells;
-  if (part.blocks > 1) cells = InBlock(cells, min(lane, part.blocks - 1));
-  LaneCell<T> x;
-  RankCounter<T> rank(ask.target, ask.target_logit);
-  int last = -1;  // cell
-#pragma unroll 1
-  while (stream.Next(x)) {
-    const int first = stream.first();
-    stream.Release();
-    const float lane_max = x.Max(0, kLaneElements);
-    if constexpr (kSumming != Summing::kPlain) {
-      if (ask.target >= 0) rank.Add(x, first, lane);
-    }
-    KnownCell known{SumCell<kSumming, T>(x, lane_max, ask, first, part.end, lane),
-                    part.row_elements};
-    if (isnan(known.sums.stats.sum)) known.nan = NanOf(x, first, part.row_elements, lane);
-    last = first / kCell;
-    if (lane < part.blocks) cells[last] = known;
-  }
-  if (kSumming != Summing::kPlain && ask.target >= 0 && last >= 0) {
-    const int before = rank.Total();
-    if (lane < part.blocks) cells[last].sums.before = before;
-  }
-}
 
 // Leaves the logits of a row's extra ids in the place of their answers: those from `first` on, every
 // step-th. A gradient in place overwrites them before the answers are known.
@@ -151,29 +104,47 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   const Part part = Part::Of(static_cast<int>(blockIdx.x - r * p.blocks), p.blocks, p.cells, vocab);
   const T* row = static_cast<const T*>(loss.logits.data) + r * loss.logits.row_stride;
   T* to = static_cast<T*>(p.args.d_logits.data) + r * p.args.d_logits.row_stride;
-  const CrossEntropyRow& ask = loss.rows[r];
   BlockMemory<T>& memory = BlockMemory<T>::Of();
-
-  const bool active = ask.active != 0;
-  const int target = ask.target;
-  const int want = ask.want;
-  const float softcap = ask.softcap;
-  const float temperature = ask.temperature;
-  const float smoothing = ask.label_smoothing;
   RowStream<Block<T>> stream(memory.rings, row, part.begin, part.end);
+
+  // While the first cells are on their way: what the row asks, and what its gradient needs besides its
+  // sums. The merge finds both in shared memory.
+  if (threadIdx.x < sizeof(CrossEntropyRow) / sizeof(uint2)) {
+    reinterpret_cast<uint2*>(&memory.ask)[threadIdx.x] =
+        reinterpret_cast<const uint2*>(loss.rows + r)[threadIdx.x];
+  }
+  if (threadIdx.x == kWarps * 32 - 1) {
+    const CrossEntropyRow& asked = loss.rows[r];
+    const bool has_target = asked.target >= 0;
+    memory.gradient.Prepare(asked, p.args.upstream[r], has_target,
+                            has_target ? ToFloat(row[asked.target]) : 0.0f, vocab);
+  }
+  __syncthreads();
   if (p.blocks > 1) ClusterWait();  // all blocks have begun: their memory is there
-  if (!active) return stream.Abandon();
-  const float target_logit = target >= 0 ? ToFloat(row[target]) : 0.0f;
-  const CellAsk cell_ask{.target = (want & kWantRank) != 0 ? target : kIgnoredTarget,
-                         .target_logit = target_logit,
-                         .weighted = (want & kWantEntropy) != 0,
-                         .total = smoothing > 0,
-                         .softcap = softcap,
-                         .log2e_over_temperature = Log2EOverTemperature(softcap, temperature)};
+  const CrossEntropyRow& ask = memory.ask;
+  if (ask.active == 0) return stream.Abandon();
+  const float target_logit = ask.target >= 0 ? memory.gradient.target_logit : 0.0f;
+  const CellAsk cell_ask{
+      .target = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget,
+      .target_logit = target_logit,
+      .weighted = (ask.want & kWantEntropy) != 0,
+      .total = ask.label_smoothing > 0,
+      .softcap = ask.softcap,
+      .log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature)};
   const bool answers = warp == 0 && part.block == 0;
   if (answers) KeepExtras(loss, ask, row, lane, 32);
-  VisitSumming(SummingOf(cell_ask),
-               [&](auto summing) { SumPart<summing, T>(stream, cell_ask, part); });
+
+  // The sums of a cell go to every block of the cluster.
+  const KnownCell* cells = memory.cells;
+  KnownCell* to_cells = memory.cells;
+  if (p.blocks > 1) to_cells = InBlock(to_cells, min(lane, p.blocks - 1));
+  const auto max_of = [](const LaneCell<T>& x) { return x.Max(0, kLaneElements); };
+  const auto known = [=](const CellSums& sums, const LaneCell<T>& x, int first) {
+    return KnownCell{sums, isnan(sums.stats.sum) ? NanOf(x, first, vocab, lane) : vocab};
+  };
+  VisitSumming(SummingOf(cell_ask), [&](auto summing) {
+    SumCells<summing, T>(stream, cell_ask, part.end, lane < p.blocks, to_cells, max_of, known);
+  });
   if (p.blocks > 1) {
     ClusterArrive();
     ClusterWait();
@@ -182,29 +153,28 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   }
   GradientWriter<T, kWarps * 32> writer(row, to, part.begin, part.end);
   if (warp == 0) {
-    const KnownCell* cells = memory.cells;
-    const RowSums sums = MergeRow(p.cells, cell_ask.log2e_over_temperature, lane,
-                                  [=](int i) { return cells[i].sums; });
-    int nan = vocab;
-    if (isnan(sums.stats.sum)) {
-      for (int i = 0; i < p.cells; ++i) {
-        if (isnan(cells[i].sums.stats.sum)) nan = min(nan, cells[i].nan);
-      }
-    }
-    const double log_of_sum = log(static_cast<double>(sums.stats.sum));
-    const Outcome outcome = OutcomeOf(ask, sums.stats, log_of_sum);
-    if (lane == 0)
-      memory.gradient.Fill(ask, static_cast<float>(outcome.LogSumExp()), p.args.upstream[r],
-                           target >= 0, target_logit, vocab);
+    const float log2e_over_temperature = cell_ask.log2e_over_temperature;
+    const Stats stats =
+        MergeCells(p.cells, log2e_over_temperature, lane, [=](int i) { return cells[i].stats; });
+    const double log_of_sum = log(static_cast<double>(stats.sum));
+    const Outcome outcome = OutcomeOf(ask, stats, log_of_sum);
+    if (lane == 0) memory.gradient.Finish(static_cast<float>(outcome.LogSumExp()));
     __syncthreads();
     if (answers) {
+      RowSums sums{.stats = stats};
+      if (SummingOf(cell_ask) != Summing::kPlain) {
+        sums = MergeMore(stats, p.cells, log2e_over_temperature, lane,
+                         [=](int i) -> const CellSums& { return cells[i]; });
+      }
+      int nan = vocab;
+      for (int i = 0; isnan(stats.sum) && i < p.cells; ++i) nan = min(nan, cells[i].nan);
       WriteExtras(loss, ask, outcome, lane, 32);
-      if (lane == 0) WriteAnswers(loss, r, sums, log_of_sum, outcome, target_logit, nan);
+      if (lane == 0) WriteAnswers(loss, ask, r, sums, log_of_sum, outcome, target_logit, nan);
     }
   } else {
     __syncthreads();
   }
-  writer.Write(active, memory.gradient);
+  writer.Write(true, memory.gradient);
 }
 
 // ---- launch ------------------------------------------------------------------------------------
@@ -214,16 +184,15 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
 constexpr struct {
   int64_t most_bytes;
   int blocks;
-} kBlocksOfRows[] = {{int64_t{112} << 10, 1}, {int64_t{400} << 10, 2}, {int64_t{1} << 20, 4}};
+} kBlocksOfRows[] = {{int64_t{112} << 10, 1}, {int64_t{280} << 10, 2}, {int64_t{1} << 20, 4}};
 constexpr int kLeastCells = 9;
 
 // 0: the call takes less time in two.
 int BlocksOf(const CrossEntropyTrainingArgs& args, const Scratch& scratch) {
   const TensorView& logits = args.loss.logits;
   const int64_t bytes = logits.cols * static_cast<int64_t>(SizeOf(logits.dtype));
-  // More instructions an element than fit beside the reading of 16 bits.
-  const bool busy = args.softcap || (args.loss.want & kWantEntropy) != 0;
-  if (args.loss.max_top_logprobs > 0 || (busy && SizeOf(logits.dtype) == 2)) return 0;
+  // A softcap takes more instructions an element than fit beside the reading of 16 bits.
+  if (args.loss.max_top_logprobs > 0 || (args.softcap && SizeOf(logits.dtype) == 2)) return 0;
   if (logits.cols <= int64_t{kLeastCells - 1} * kCell) return 0;
   for (const auto& of : kBlocksOfRows) {
     if (bytes > of.most_bytes) continue;

@@ -130,10 +130,9 @@ __device__ inline Outcome OutcomeOf(const CrossEntropyRow& ask, Stats stats, dou
 
 // Writes the answers of row r except tops and extras, by one lane. `first_nan` is used where the
 // sums are NaN.
-__device__ inline void WriteAnswers(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
-                                    double log_of_sum, const Outcome& outcome, float target_logit,
-                                    int32_t first_nan) {
-  const CrossEntropyRow& ask = args.rows[r];
+__device__ inline void WriteAnswers(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
+                                    int64_t r, const RowSums& sums, double log_of_sum,
+                                    const Outcome& outcome, float target_logit, int32_t first_nan) {
   if (IsLeftOut(args, ask)) return AnswerLeftOut(args.answers, r);
   const float sum = sums.stats.sum;
   RowStatus status{RowCode::kOk, -1};
@@ -172,8 +171,9 @@ __device__ inline void WriteAnswers(const CrossEntropyArgs& args, int64_t r, con
 __device__ inline Outcome Conclude(const CrossEntropyArgs& args, int64_t r, const RowSums& sums,
                                    float target_logit, int32_t first_nan, int lane) {
   const double log_of_sum = log(static_cast<double>(sums.stats.sum));
-  const Outcome outcome = OutcomeOf(args.rows[r], sums.stats, log_of_sum);
-  if (lane == 0) WriteAnswers(args, r, sums, log_of_sum, outcome, target_logit, first_nan);
+  const CrossEntropyRow& ask = args.rows[r];
+  const Outcome outcome = OutcomeOf(ask, sums.stats, log_of_sum);
+  if (lane == 0) WriteAnswers(args, ask, r, sums, log_of_sum, outcome, target_logit, first_nan);
   return outcome;
 }
 
@@ -189,13 +189,19 @@ struct Gradient {
   float hit;
   float scale;  // upstream / temperature is scale * more: it may be more than a float holds where
   float more;   // the other factor is small
+  float z_loss;
   Cap cap;
 
   __device__ static Gradient Of(const CrossEntropyRow& ask, float logsumexp, float upstream,
                                 int64_t vocab) {
+    Gradient g = WithoutSum(ask, upstream, vocab);
+    g.SetLogSumExp(logsumexp);
+    return g;
+  }
+  // What does not depend on logsumexp; SetLogSumExp makes the rest.
+  __device__ static Gradient WithoutSum(const CrossEntropyRow& ask, float upstream, int64_t vocab) {
     const double exact_over_temperature =
         Cap::OverTemperature(ask.softcap, ask.temperature) * kLog2EInDouble;
-    const double exact_shift = logsumexp * kLog2EInDouble;
     const double smoothing = SmoothingOf(ask, vocab);
     const double scale = Over(upstream, ask.temperature);
     Gradient g;
@@ -203,16 +209,20 @@ struct Gradient {
     const double low = exact_over_temperature - g.log2e_over_temperature;
     g.log2e_over_temperature_low =
         fabs(low) < g.log2e_over_temperature ? static_cast<float>(low) : 0.0f;
-    g.shift = static_cast<float>(exact_shift);
-    g.shift_low = static_cast<float>(exact_shift - g.shift);
-    g.weight = static_cast<float>(1 + 2.0 * ask.z_loss * logsumexp);
     g.flat = smoothing == 0 ? 0.0f : static_cast<float>(smoothing / static_cast<double>(vocab));
     g.hit = static_cast<float>(1 - smoothing);
     g.more = fabs(scale) > 1e30 ? 0x1p64f : 1.0f;
     g.scale = static_cast<float>(Over(scale, g.more));
+    g.z_loss = ask.z_loss;
     g.cap = Cap::Of(ask.softcap);
-    if (!isfinite(logsumexp)) g.weight = std::numeric_limits<float>::quiet_NaN();
     return g;
+  }
+  __device__ void SetLogSumExp(float logsumexp) {
+    const double exact_shift = logsumexp * kLog2EInDouble;
+    shift = static_cast<float>(exact_shift);
+    shift_low = static_cast<float>(exact_shift - shift);
+    weight = isfinite(logsumexp) ? static_cast<float>(1 + 2.0 * z_loss * logsumexp)
+                                 : std::numeric_limits<float>::quiet_NaN();
   }
 
   template <bool kCapped>

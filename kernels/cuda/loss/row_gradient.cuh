@@ -81,29 +81,42 @@ struct CappedGradient {
 template <class T>
 struct alignas(16) RowGradient {
   int target;
-  float of_target;  // unless it was made without the target's logit
+  bool has_target;     // its gradient is needed
+  float target_logit;  // where it is
+  float of_target;     // likewise
+  float softcap;
   Gradient exact;
   PlainGradient plain;
   CappedGradient capped;
   MildTanh<T> tanh;
 
-  // By one thread. `logit` is the target's, where its gradient is needed.
-  __device__ void Fill(const CrossEntropyRow& ask, float logsumexp, float upstream, bool has_target,
-                       float logit, int64_t vocab) {
+  // By one thread: Prepare, then Finish, which takes less time. `logit` is the target's, where its
+  // gradient is needed.
+  __device__ void Prepare(const CrossEntropyRow& ask, float upstream, bool needs_target,
+                          float logit, int64_t vocab) {
     target = ask.target;
     if (target < 0) return;
-    const Gradient row = Gradient::Of(ask, logsumexp, upstream, vocab);
+    has_target = needs_target;
+    target_logit = logit;
+    softcap = ask.softcap;
+    exact = Gradient::WithoutSum(ask, upstream, vocab);
+    if (softcap > 0) tanh = MildTanh<T>::Of(softcap);
+  }
+  __device__ void Finish(float logsumexp) {
+    if (target < 0) return;
+    Gradient row = exact;
+    row.SetLogSumExp(logsumexp);
     exact = row;
     plain.serves = false;
     capped.serves = false;
     if (row.cap.on()) {
-      capped = CappedGradient::Of(row, ask.softcap);
-      tanh = MildTanh<T>::Of(ask.softcap);
+      capped = CappedGradient::Of(row, softcap);
     } else {
       plain = PlainGradient::Of(row);
     }
     if (has_target)
-      of_target = row.cap.on() ? row.At<true>(logit, true) : row.At<false>(logit, true);
+      of_target =
+          row.cap.on() ? row.At<true>(target_logit, true) : row.At<false>(target_logit, true);
   }
 };
 
