@@ -7,10 +7,12 @@
 // Cost: reads what the queries see and the mask, writes all keys; floor: those bytes at a plain copy's
 // rate. H200, bf16: unmasked 91 to 105% (64 to 32768 keys), causal 86 to 97%, masks 87 to 103%; off
 // alignment 68 to 95%, causal 60 to 80% (bench/results/h200/kernels.json, attention_plans.json).
-// Limited by: HBM; up to some MB, by the launch; off alignment and from 65536 keys on, by how few rows
-// are under way. Dropped on an H200 (attention_plans.json): warps that copy their next parts ahead to a
-// ring in shared memory (4097 keys 47% instead of 71%); unaligned rows through shared memory (4 to 14%
-// slower); one kernel for blocks and clusters (off alignment 6 to 10% slower). H100: attention_odd.json.
+// Limited by: HBM; up to some MB, by the launch; off alignment, by instructions; from 262144 keys
+// on, by what L2 keeps of a row until its second read. Dropped on an H200 (attention_plans.json):
+// next rows in shared memory, copied ahead by warps (4097 keys 47% instead of 71%) or in bulk (69%;
+// 12345 keys 73% instead of 67, 1537 57% instead of 67); 16-bit elements kept as loaded for more
+// warps (4097 67%); one kernel for blocks and clusters (off alignment 6 to 10% slower).
+// H100: attention_odd.json.
 #include <algorithm>
 #include <iterator>
 

@@ -153,10 +153,23 @@ __global__ void __launch_bounds__(kTwiceThreads, kLong ? 2 : 1)
   const int count = static_cast<int>(CeilDiv(p.rows.keys, kPart));
   typename Vectors::Raw raw = {};
   float x[kLong ? 1 : kHeld];
+  // As vectors.Load(), but what it loads stays in L2.
+  const auto load_kept = [&](const Vectors& vectors) {
+    if constexpr (IsWhole(kForm)) {
+#pragma unroll
+      for (int v = 0; v < kHeld / Vectors::E; ++v) {
+        const int index = vectors.Index(v);
+        if (row.seen.Some<Vectors::E>(index))
+          LoadAligned<false>(p.scores.Row<const In>(row.index) + index, raw.words[v]);
+      }
+    } else {
+      vectors.Load(p, row, raw);
+    }
+  };
 #pragma unroll 1
   for (int i = me.warp; i < count; i += me.warps) {
     const Vectors vectors(i * kPart);
-    if (active.Has(i)) vectors.Load(p, row, raw);
+    if (active.Has(i)) load_kept(vectors);
     vectors.WriteUnseen(p.rows, row, p.probs.Row<Out>(row.index));
     if (!active.Has(i)) continue;
     Part part{.nan_key = kNoPosition};
@@ -198,25 +211,43 @@ __global__ void __launch_bounds__(kTwiceThreads, kLong ? 2 : 1)
   }
 }
 
-// Launches `held` or, in clusters, `clustered`; or `twice`, where the row's parts do not fit or reading
-// them twice is clearly faster. part: elements of a part. `partly`: see PlanHeld().
+// The rate up to which held rows are slower than two reads, as PlanHeld() counts it; measured on an
+// H200 (attention_plans.json).
+constexpr double TwiceRate(Form form, int held, bool partly) {
+  if (held < kLongHeld) return .48;
+  return partly ? .88 : IsWhole(form) ? .76 : .68;
+}
+
+// A row's threads where it is read twice. Rows under way must stay in L2 until they are read again:
+// with more blocks each, fewer are. Where twice as many would stay, blocks are half as large.
+BlockPlan PlanTwice(const Params& p, bool fits, const Scratch& scratch) {
+  constexpr int64_t kKeptBytes = int64_t{42} << 20;  // of an H200's 50 MB
+  const int64_t under_way = int64_t{2} * scratch.multiprocessors;
+  const int64_t bytes = under_way * p.scores.row_bytes;
+  BlockPlan plan{.threads = kTwiceThreads, .blocks = 1};
+  const auto few = [&] { return !fits && p.rows.count * plan.blocks < 4 * under_way; };
+  while (scratch.clusters && plan.blocks < kMaxClusterBlocks &&
+         (few() || bytes > kKeptBytes * plan.blocks))
+    plan.blocks *= 2;
+  if (2 * bytes <= kKeptBytes) plan.threads /= 2;
+  return plan;
+}
+
+// Launches `held` or, in clusters, `clustered`; or `twice`, where the row's parts do not fit or two
+// reads are faster. part: elements of a part. `partly` and twice_rate: see PlanHeld(), TwiceRate().
 cudaError_t LaunchParts(void (*held)(Params), void (*clustered)(Params), void (*twice)(Params),
-                        int part, bool partly, const Params& p, const Scratch& scratch,
-                        cudaStream_t stream) {
-  constexpr double kEnough = .9;      // see PlanHeld()
-  constexpr double kTwiceRate = .58;  // measured as BlockRates
+                        int part, bool partly, double twice_rate, const Params& p,
+                        const Scratch& scratch, cudaStream_t stream) {
+  constexpr double kEnough = .9;  // see PlanHeld()
   const BlockPlan plan =
       PlanHeldRows(clustered, CeilDiv(p.rows.keys, part), partly, kEnough, scratch);
   const bool fits = plan.rate > 0;
-  const int64_t rows = p.rows.count;
-  // Two reads need no clusters, but several rows for each multiprocessor.
-  if (fits && (plan.rate * BlockRates::kClear >= kTwiceRate || rows < 4 * scratch.multiprocessors))
+  const BlockPlan two = PlanTwice(p, fits, scratch);
+  // Two reads need many blocks for each multiprocessor.
+  const bool many = int64_t{p.rows.count} * two.blocks >= 16 * scratch.multiprocessors;
+  if (fits && (plan.rate >= twice_rate || !many))
     return LaunchBlocks(plan.blocks > 1 ? clustered : held, plan, p, stream);
-  int blocks = 1;
-  while (scratch.clusters && blocks < kMaxClusterBlocks &&
-         rows * blocks < 8 * scratch.multiprocessors)
-    blocks *= 2;
-  return LaunchBlocks(twice, {.threads = kTwiceThreads, .blocks = fits ? 1 : blocks}, p, stream);
+  return LaunchBlocks(twice, two, p, stream);
 }
 
 }  // namespace
@@ -228,13 +259,13 @@ cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scra
     if constexpr (kElements<In, Out> == 8 && !IsMasked(kForm)) {
       if (IsLong(p.rows, kElements<In, Out>)) {
         return LaunchParts(&LongKernel<In, Out, kForm, false>, &LongKernel<In, Out, kForm, true>,
-                           &TwoReadsKernel<In, Out, kForm, true>, 32 * kLongHeld, partly, p,
-                           scratch, stream);
+                           &TwoReadsKernel<In, Out, kForm, true>, 32 * kLongHeld, partly,
+                           TwiceRate(kForm, kLongHeld, partly), p, scratch, stream);
       }
     }
     return LaunchParts(&BlockKernel<In, Out, kForm, false>, &BlockKernel<In, Out, kForm, true>,
-                       &TwoReadsKernel<In, Out, kForm, false>, 32 * kBlockHeld, partly, p, scratch,
-                       stream);
+                       &TwoReadsKernel<In, Out, kForm, false>, 32 * kBlockHeld, partly,
+                       TwiceRate(kForm, kBlockHeld, partly), p, scratch, stream);
   });
 }
 
