@@ -23,6 +23,8 @@ struct LinearGradient {
   std::vector<double> d_bias;    // [vocab]
   // The sums of the terms' absolute values: what an error is in proportion to.
   std::vector<double> hidden_size, weight_size, bias_size;
+  // What an f16 head may add to a d_hidden (kernels/linear.h).
+  std::vector<double> hidden_f16;  // [rows, hidden]
 };
 
 inline bool IsCounted(const CrossEntropyRow& row) {
@@ -36,6 +38,7 @@ inline LinearGradient ReferenceLinearGradient(const LinearInput& input,
   LinearGradient to;
   to.d_hidden.assign(rows * n, 0);
   to.hidden_size.assign(rows * n, 0);
+  to.hidden_f16.assign(rows * n, 0);
   to.d_weight.assign(vocab * n, 0);
   to.weight_size.assign(vocab * n, 0);
   to.d_bias.assign(vocab, 0);
@@ -47,6 +50,8 @@ inline LinearGradient ReferenceLinearGradient(const LinearInput& input,
     ask.softcap = input.head.softcap;
     const std::vector<double> logits(&input.exact[r * vocab], &input.exact[r * vocab] + vocab);
     const LossGradient g = ReferenceGradient(logits, ask, call.logsumexp[r], call.upstream[r]);
+    const double f16 = 0x1p-37 * std::fabs(call.upstream[r] / ask.temperature) *
+                       (std::fabs(1 + 2 * ask.z_loss * call.logsumexp[r]) + 1);
     for (int64_t i = 0; i < vocab; ++i) {
       // The size of the terms of a logit's gradient, before they cancel.
       const double size = g.slack[i] / 4e-6;
@@ -56,6 +61,7 @@ inline LinearGradient ReferenceLinearGradient(const LinearInput& input,
         const double w = input.head.weight.At(i, d), h = input.hidden.At(r, d);
         to.d_hidden[r * n + d] += scale * g.d_logits[i] * w;
         to.hidden_size[r * n + d] += std::fabs(scale * w) * size;
+        to.hidden_f16[r * n + d] += std::fabs(scale * w) * f16;
         to.d_weight[i * n + d] += scale * g.d_logits[i] * h;
         to.weight_size[i * n + d] += std::fabs(scale * h) * size;
       }
@@ -130,7 +136,8 @@ inline std::string GradientDifference(const LinearCase& c, const LinearInput& in
     for (int64_t d = 0; d < c.hidden; ++d) {
       const float is = got.d_hidden.At(r, d);
       const double should = call.rows[r].active == 0 ? 9 : want.d_hidden[r * c.hidden + d];
-      const double slack = relative * want.hidden_size[r * c.hidden + d];
+      const double slack = relative * want.hidden_size[r * c.hidden + d] +
+                           (c.dtype == DType::kF16 ? want.hidden_f16[r * c.hidden + d] : 0);
       if (!Agrees(d_type, is, should, slack)) return describe("d_hidden", r, d, is, should, slack);
     }
   }
