@@ -107,23 +107,19 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   BlockMemory<T>& memory = BlockMemory<T>::Of();
   RowStream<Block<T>> stream(memory.rings, row, part.begin, part.end);
 
-  // While the first cells are on their way: what the row asks, and what its gradient needs besides its
-  // sums. The merge finds both in shared memory.
+  // What the row asks, while the first cells are on their way. The merge finds it in shared memory.
   if (threadIdx.x < sizeof(CrossEntropyRow) / sizeof(uint2)) {
     reinterpret_cast<uint2*>(&memory.ask)[threadIdx.x] =
         reinterpret_cast<const uint2*>(loss.rows + r)[threadIdx.x];
-  }
-  if (threadIdx.x == kWarps * 32 - 1) {
-    const CrossEntropyRow& asked = loss.rows[r];
-    const bool has_target = asked.target >= 0;
-    memory.gradient.Prepare(asked, p.args.upstream[r], has_target,
-                            has_target ? ToFloat(row[asked.target]) : 0.0f, vocab);
   }
   __syncthreads();
   if (p.blocks > 1) ClusterWait();  // all blocks have begun: their memory is there
   const CrossEntropyRow& ask = memory.ask;
   if (ask.active == 0) return stream.Abandon();
-  const float target_logit = ask.target >= 0 ? memory.gradient.target_logit : 0.0f;
+  // Used by ranks and at the end of the row: cells need not wait for it.
+  const float target_logit = ask.target >= 0 ? ToFloat(row[ask.target]) : 0.0f;
+  if (threadIdx.x == kWarps * 32 - 1)
+    memory.gradient.Prepare(ask, p.args.upstream[r], ask.target >= 0, target_logit, vocab);
   const CellAsk cell_ask{
       .target = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget,
       .target_logit = target_logit,
