@@ -272,7 +272,7 @@ int RunForms(Bench& bench, const std::vector<std::string>& only, std::ofstream o
         Record record = std::visit([](const auto& c) { return RecordOf(c); }, at.shape);
         const absl::Status status = bench.Measure(at.shape, record);
         const cuda::RowsPlan plan = cuda::LastPlan();
-        if (plan.form < 0) break;  // does not fit, nor do more blocks
+        if (plan.form < 0) continue;  // does not fit
         failed += !status.ok();
         out << absl::StrFormat("%s %s %d %d %d %.0f %d %d %d %d %d %.2f\n", record.op, Name(dtype),
                                topk != nullptr ? topk->k : 0, at.rows, (at.length + 1023) / 1024,

@@ -1,6 +1,7 @@
 // attention_softmax on the CUDA backend: the checks of the CPU backend, and masks too large for L2.
 #include <gtest/gtest.h>
 
+#include "kernels/cuda/attention/reads.h"
 #include "tests/kernels/attention_softmax_cases.h"
 #include "tests/kernels/cuda_test.h"
 
@@ -10,6 +11,44 @@ namespace {
 class AttentionSoftmaxGpuTest : public CudaTest {};
 const bool kRegistered =
     RegisterChecks<AttentionSoftmaxGpuTest>("AttentionSoftmaxGpuTest", AttentionSoftmaxChecks());
+
+TEST_F(AttentionSoftmaxGpuTest, RowsReadTwiceHaveTheBitsOfRowsReadOnce) {
+  using cuda::attention::ForceReads;
+  using cuda::attention::Reads;
+  uint64_t seed = 7100;
+  for (const int64_t keys : {1537, 4096, 9001, 40000, 40001, 262144, 300007}) {
+    for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (const Hide hide : {Hide::kNone, Hide::kCausal, Hide::kWindowAndAdditive}) {
+        const AttentionCase c{
+            .shape = {.batch = 1, .heads = 1, .queries = 5, .keys = keys, .rows = 5},
+            .dtype = dtype,
+            .out_dtype = seed % 3 == 0 ? DType::kF32 : dtype,
+            .hide = hide,
+            .sinks = seed % 2 == 0,
+            .fill = seed % 4 == 0 ? Fill::kWithNan : Fill::kNormal,
+            .stride_extra = static_cast<int64_t>(seed % 5 == 0),
+            .offset = static_cast<int64_t>(seed % 7 == 0),
+            .seed = seed};
+        ++seed;
+        AttentionCall call = CallOf(c);
+        call.want_logsumexp = true;
+        ForceReads(Reads::kOnce);
+        const auto once = runner_->AttentionSoftmax(call);
+        ForceReads(Reads::kTwice);
+        const auto twice = runner_->AttentionSoftmax(call);
+        ForceReads(Reads::kChosen);
+        ASSERT_TRUE(once.ok()) << once.status();
+        ASSERT_TRUE(twice.ok()) << twice.status();
+        for (int64_t r = 0; r < c.shape.rows; ++r) {
+          EXPECT_TRUE(SameRow(once->probs, r, twice->probs, r) &&
+                      SameNumber(once->logsumexp[r], twice->logsumexp[r]) &&
+                      SameStatus(once->status[r], twice->status[r]))
+              << Describe(c) << " row " << r;
+        }
+      }
+    }
+  }
+}
 
 // Blocks take rows of such heads in another order than those of one head.
 TEST_F(AttentionSoftmaxGpuTest, HeadsThatShareALargeMaskHaveTheBitsOfTheirOwnCalls) {

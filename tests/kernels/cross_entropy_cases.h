@@ -435,15 +435,20 @@ inline int64_t CountedRows(absl::Span<const CrossEntropyRow> rows) {
   });
 }
 
-// Whether row r has the answer of a row that is left out.
-inline bool IsLeftOutAnswer(const LossAnswer& got, int64_t r) {
+// The answers that a call with this batch has arrays for.
+inline int32_t WantOf(const LossBatch& batch) {
+  int32_t want = batch.says_all_wanted ? kWantRank | kWantEntropy : 0;
+  for (const CrossEntropyRow& row : batch.rows) want |= row.want;
+  return want;
+}
+
+// True where row r has the answer of a row that is left out. `want`: as WantOf().
+inline bool IsLeftOutAnswer(const LossAnswer& got, int64_t r, int32_t want) {
   const auto is_zero = [](float x) { return BitsOf(x) == 0; };
-  // Those that no row wants have no array.
-  const auto is_zero_or_absent = [&](float x) { return is_zero(x) || x == kUnwrittenFloat; };
   return is_zero(got.loss[r]) && is_zero(got.logsumexp[r]) && is_zero(got.target_logprob[r]) &&
          got.status[r].code == RowCode::kOk && got.status[r].position == -1 &&
-         (got.rank.empty() || got.rank[r] == 0 || got.rank[r] == kUnwrittenIndex) &&
-         (got.entropy.empty() || is_zero_or_absent(got.entropy[r]));
+         ((want & kWantRank) == 0 || got.rank[r] == 0) &&
+         ((want & kWantEntropy) == 0 || is_zero(got.entropy[r]));
 }
 
 // ---- Bits that depend only on the row

@@ -266,7 +266,7 @@ inline std::string FirstLeftOutLossDifference(OpRunner& runner, const LossCase& 
         const CrossEntropyRow& row = call.batch.rows[r];
         for (const LossAnswer* got : {&*loss, &training->loss}) {
           if (row.active != 0 && AsksForNothing(row)
-                  ? !IsLeftOutAnswer(*got, r)
+                  ? !IsLeftOutAnswer(*got, r, WantOf(call.batch))
                   : LossBits(*got, row, r) != LossBits(whole->loss, row, r)) {
             return differs(got == &*loss ? "answers" : "answers of training", r);
           }

@@ -21,7 +21,7 @@ int UnderEveryPlan(const Run& run, const Use& use) {
       cuda::ForceForm(form, blocks);
       const auto result = run();
       cuda::ForceForm(-1, 0);
-      if (cuda::LastPlan().form < 0) break;  // does not fit, nor do more blocks
+      if (cuda::LastPlan().form < 0) continue;  // does not fit
       ++plans;
       use(result, absl::StrFormat("form %d of %d blocks", form, blocks));
     }

@@ -310,7 +310,7 @@ inline std::string BrokenGradientOfIgnored(OpRunner& runner, const LinearCase& c
                              column);
     };
     for (int64_t r = 0; r < c.rows && counted_rows == 0; ++r) {
-      if (!IsLeftOutAnswer(training->loss, r)) return differs("answers", r, 0);
+      if (!IsLeftOutAnswer(training->loss, r, /*want=*/0)) return differs("answers", r, 0);
     }
     for (const LinearBackwardAnswer* got : {&*backward, &training->gradient}) {
       for (int64_t d = 0; d < c.hidden; ++d) {
@@ -567,7 +567,7 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
     for (int64_t r = 0; r < c.rows; ++r) {
       const CrossEntropyRow& row = batch.rows[r];
       const bool left_out = row.active != 0 && AsksForNothing(row);
-      if (left_out ? !IsLeftOutAnswer(*some, r)
+      if (left_out ? !IsLeftOutAnswer(*some, r, WantOf(batch))
                    : LossBits(*some, row, r) != LossBits(*all, row, r)) {
         return differs("answers", r);
       }
@@ -587,7 +587,7 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
     for (int64_t r = 0; r < c.rows; ++r) {
       const CrossEntropyRow& row = call.rows[r];
       const bool left_out = row.active != 0 && AsksForNothing(row);
-      if (left_out ? !IsLeftOutAnswer(got->loss, r)
+      if (left_out ? !IsLeftOutAnswer(got->loss, r, /*want=*/0)
                    : LossBits(got->loss, row, r) != LossBits(whole->loss, row, r)) {
         return differs("answers of training", r);
       }

@@ -104,7 +104,7 @@ class OwnScratch {
                 .bytes = static_cast<size_t>(bytes - kGuardBytes),
                 .multiprocessors = properties.multiProcessorCount,
                 .block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin),
-                .clusters = properties.major == 9};
+                .clusters = properties.major >= 9};
     Must(cudaMemset(scratch_.data, 0, cuda::Scratch::kCounterBytes));
     const absl::Status made = products_.Init(cuda::ProductWorkspaceBytes(scratch_));
     if (!made.ok()) throw std::runtime_error(made.ToString());

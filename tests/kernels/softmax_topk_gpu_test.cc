@@ -39,8 +39,10 @@ TEST_F(SoftmaxTopKGpuTest, EveryPlanHasTheSameBits) {
       {DType::kF32, 32064, 300, 1.0f, Fill::kNormal},
       {DType::kF32, 131072, 64, 0.01f, Fill::kNormal},
       {DType::kBF16, 262147, 1024, 1.0f, Fill::kNormal},
+      {DType::kF32, 262147, 1024, 1.0f, Fill::kNormal},
       {DType::kBF16, 600001, 1024, 1.0f, Fill::kNormal},
       {DType::kF32, 600001, 128, 1.0f, Fill::kManyTies},
+      {DType::kF32, 1 << 20, 64, 1.0f, Fill::kNormal},
   };
   const RowBatch batch{.rows = 2, .place = 1, .offset = 1, .others_k = 4};
   for (const InvarianceCase& c : kCases) {

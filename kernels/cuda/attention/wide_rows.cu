@@ -1,8 +1,11 @@
 // attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it twice. attention_softmax.cu has the cost, the limits and the measurements.
 #include "kernels/cuda/attention/forward.cuh"
+#include "kernels/cuda/attention/reads.h"
 
 namespace logitd::cuda::attention {
 namespace {
+
+thread_local Reads forced_reads = Reads::kChosen;
 
 // Whether the sum is NaN, where it is the same in all lanes: the warp goes one way.
 __device__ inline bool NanOfWarp(const Part& part) {
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kTwiceThreads, kLong ? 2 : 1)
   const int count = static_cast<int>(CeilDiv(p.rows.keys, kPart));
   typename Vectors::Raw raw = {};
   float x[kLong ? 1 : kHeld];
-  // As vectors.Load(), but what it loads stays in L2.
+  // Loads what vectors.Load() loads, but keeps it in L2.
   const auto load_kept = [&](const Vectors& vectors) {
     if constexpr (IsWhole(kForm)) {
 #pragma unroll
@@ -245,12 +248,16 @@ cudaError_t LaunchParts(void (*held)(Params), void (*clustered)(Params), void (*
   const BlockPlan two = PlanTwice(p, fits, scratch);
   // Two reads need many blocks for each multiprocessor.
   const bool many = int64_t{p.rows.count} * two.blocks >= 16 * scratch.multiprocessors;
-  if (fits && (plan.rate >= twice_rate || !many))
+  const bool twice_forced = forced_reads == Reads::kTwice;
+  const bool once = forced_reads == Reads::kOnce || plan.rate >= twice_rate || !many;
+  if (fits && once && !twice_forced)
     return LaunchBlocks(plan.blocks > 1 ? clustered : held, plan, p, stream);
   return LaunchBlocks(twice, two, p, stream);
 }
 
 }  // namespace
+
+void ForceReads(Reads reads) { forced_reads = reads; }
 
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
                            cudaStream_t stream) {

@@ -41,7 +41,7 @@ struct RowState {
 };
 
 // Makes the sums of a row those of its tiles, by one warp. tile(i): its TileSums. Returns
-// the first two.
+// the row's maximum and sum.
 template <class Tile>
 __device__ inline Stats SumTiles(RowState& row, int tiles, int lane, const Tile& tile) {
   const Stats stats = MergeCells(tiles, row.log2e_over_temperature, lane, [&](int i) {
@@ -64,7 +64,7 @@ struct TilePart {
   float sum;    // of the exponentials, before they are rounded, relative to the tile's maximum
   float total;  // of the logits, times kTotalUnit; only where the row is smooth
 };
-// The same, and the tile's largest logit.
+// Sums of a tile, and its largest logit.
 struct TileSums {
   float max;
   float sum;

@@ -311,10 +311,10 @@ __device__ __noinline__ Key Gather(const T* item, int item_begin, int item_eleme
 
 // Offers the warp's logits that reach a floor of the row to the first block of the cluster. They are few
 // in a warp, so no thread waits for another warp. Where they are not, sets `shared.crowded`.
-template <class Block, class Stream>
+template <class Block, class Shared>
 __device__ __forceinline__ void SendOwn(const typename Block::Element* item, const Part& part,
                                         const typename Block::Pool::Sketch* sketch, Floor floor,
-                                        Stream& shared) {
+                                        Shared& shared) {
   using T = typename Block::Element;
   using Shape = typename Block::Pool;
   static_assert(Shape::kElements <= 32);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
       const bool hit = reinterpret_cast<const uint16_t*>(&of_lane)[g] >= edge;
       const uint32_t lanes = __ballot_sync(kFullWarp, hit);
       const int at = count + __popc(lanes & below);
-      if (hit && at < Stream::kHitsOfWarp) {
+      if (hit && at < Shared::kHitsOfWarp) {
         hits[at] =
             static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
       }
@@ -341,7 +341,7 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
   }
   __syncwarp();
   Key* const inbox = InBlock(shared.inbox[part.block], 0);
-  bool crowded = count > Stream::kHitsOfWarp;
+  bool crowded = count > Shared::kHitsOfWarp;
   constexpr int kTogether = 32 / Shape::kElements;  // groups, a lane reads an element
   constexpr int kAtOnce = 4;
 #pragma unroll 1
@@ -363,9 +363,9 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
       all += __popc(reached[j]);
     }
     if (all == 0) continue;
-    int at = lane == 0 ? atomicAdd(&shared.sent, all) : 0;
+    int at = lane == 0 ? atomicAdd(&shared.offered, all) : 0;
     at = __shfl_sync(kFullWarp, at, 0);
-    crowded = at + all > Stream::kInbox;
+    crowded = at + all > Shared::kInbox;
 #pragma unroll
     for (int j = 0; j < kAtOnce && !crowded; ++j) {
       if ((reached[j] >> lane & 1) != 0)
@@ -377,8 +377,8 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
 }
 
 // Puts what the cluster's blocks have sent to the first one into its pool.
-template <int kThreads, class Shape, class Stream>
-__device__ inline void OpenInbox(int blocks, const Stream& shared) {
+template <int kThreads, class Shape, class Shared>
+__device__ inline void OpenInbox(int blocks, const Shared& shared) {
   auto& s = Pool<Shape>();
   constexpr int kOfBlock = kThreads / kMaxClusterBlocks;  // threads that take what a block has sent
   const int from = static_cast<int>(threadIdx.x) / kOfBlock;
@@ -398,10 +398,10 @@ __device__ inline void OpenInbox(int blocks, const Stream& shared) {
 // returned; `shared` is what the row was read with. Called by all threads after a barrier; in a
 // cluster it passes barriers of the cluster. Calls meanwhile() once all statistics are there: in a
 // cluster before it waits for the other blocks' candidates.
-template <class Block, class Stream, class Meanwhile>
+template <class Block, class Shared, class Meanwhile>
 __device__ __forceinline__ void GatherRow(const typename Block::Element* row, const Part& part,
                                           const typename Block::Pool::Sketch* sketch,
-                                          float lane_best, int k, Stream& shared,
+                                          float lane_best, int k, Shared& shared,
                                           Meanwhile meanwhile) {
   using T = typename Block::Element;
   using Shape = typename Block::Pool;
@@ -414,21 +414,21 @@ __device__ __forceinline__ void GatherRow(const typename Block::Element* row, co
     meanwhile();
   } else {
     if (threadIdx.x == 0) {
-      shared.sent = 0;
+      shared.offered = 0;
       shared.crowded = false;
     }
     floor.RaiseToLogit(
         ClusterFloor<Block>(lane_best, part, k, shared.warp_bests, shared.row_floor));
     SendOwn<Block>(item, part, sketch, floor, shared);
     __syncthreads();
-    int sent = shared.sent;
+    int offered = shared.offered;
     if (shared.crowded) {
       Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
-      sent = Trim<kThreads, Shape>(k, Stream::kInbox);
+      offered = Trim<kThreads, Shape>(k, Shared::kInbox);
       Key* const inbox = InBlock(shared.inbox[part.block], 0);
-      for (int i = threadIdx.x; i < sent; i += kThreads) inbox[i] = Pool<Shape>().pool[i];
+      for (int i = threadIdx.x; i < offered; i += kThreads) inbox[i] = Pool<Shape>().pool[i];
     }
-    if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[part.block], 0) = sent;
+    if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[part.block], 0) = offered;
     ClusterArrive();
     meanwhile();
     ClusterWait();

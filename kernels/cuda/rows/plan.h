@@ -75,8 +75,8 @@ LaunchShape ShapeOfWarps(int64_t rows, const RowsPlan& plan, const Scratch& scra
 // all of them at once, a block on a multiprocessor. 1 where the device has no clusters.
 int32_t ClusterBlocksAtOnce(int64_t rows, const Scratch& scratch);
 
-// For the bench: every plan of this thread takes this form and these blocks, or fits nothing. -1 and 0:
-// what the model chooses. And this thread's last plan.
+// For the bench and tests: every plan of this thread takes this form and these blocks, or fits nothing;
+// -1 and 0: what the model chooses. Whether a form is forced. And this thread's last plan.
 void ForceForm(int form, int blocks);
 bool IsForced();
 RowsPlan LastPlan();

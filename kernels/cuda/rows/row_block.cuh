@@ -28,7 +28,7 @@ struct PoolShape {
   static constexpr int kHits = kPool / 2;  // groups to look at again
   static constexpr int kLaneGroups = kGroupsOfLane;
   static constexpr int kGroupsOfCell = 32 * kLaneGroups;
-  static constexpr int kMostCells = 65536 / kGroupsOfCell;  // of a part: a hit has 16 bits
+  static constexpr int kMostCells = 65536 / kGroupsOfCell;  // of a block: a hit has 16 bits
   static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
   // A lane's group maxima, 16 bits each.
   using Sketch = std::conditional_t<kLaneGroups == 1, uint16_t,
@@ -70,10 +70,10 @@ struct BlockShape {
     // The cluster's floor. Not in the ring's memory: the blocks do not end their reading together.
     alignas(16) uint32_t warp_bests[kCluster ? kMaxClusterBlocks * kWarps : 1];
     float row_floor;
-    // Groups that a warp looks at again, and how many keys the block's warps have sent.
+    // Groups that a warp looks at again, and how many keys the block's warps have offered.
     static constexpr int kHitsOfWarp = 64;
     uint16_t hits[kCluster ? kWarps : 1][kCluster ? kHitsOfWarp : 1];
-    int sent;
+    int offered;
     bool crowded;
     // Candidates of the cluster's blocks. Here, so that other blocks do not have room for them.
     static constexpr int kInbox = std::max(Pool::kPool / kMaxClusterBlocks, Pool::kMaxK);

@@ -19,7 +19,8 @@
 // number (MergeCells), so a row's bits never depend on the plan. examples/row_entropy is such an op.
 //
 // An op may have more: `Read`, a loop of its own in place of Add; kTops and Tops(), where it selects a
-// row's largest tokens, which then are in the pool of the block; FinishBlock, by all threads, in place of
+// row's largest tokens, which then are in the pool of the block; Meanwhile, by all threads of the first
+// block once all cells are there, before those tokens are; FinishBlock, by all threads, in place of
 // Finish; Shared, memory between them. softmax_topk and cross_entropy are such ops.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_

@@ -71,7 +71,7 @@ class TopKOp : public RowOp {
   const SoftmaxTopKRow ask_;
   float log2e_over_temperature_;
   RowResult result_;
-  double exactly_;  // the same
+  double exactly_;  // log2(e) / temperature
 };
 
 }  // namespace logitd::cuda

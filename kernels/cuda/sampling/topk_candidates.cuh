@@ -267,7 +267,7 @@ __device__ __forceinline__ uint32_t CoarseFloor(float lane_best, int k, int cell
   return GroupMaxima<Shape>(s, cells, lane).Floor(k);
 }
 
-// The same floor for Reached(): two coarse logits that what is not below it is not below.
+// The floor as a pair of coarse logits, for Reached(): every logit >= floor passes.
 template <class T>
 __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
   const float floor = FromOrderedBits(LowestOf(coarse));
@@ -559,7 +559,7 @@ struct SortedBits {
   }
 };
 
-// The same by sorting 32 bits of each: first of as many as k may be, into which the others are merged 32
+// Writes a row's answers by sorting 32 bits of each key: first of as many as k may be, into which the others are merged 32
 // at a time. False, and nothing is written, where those bits do not tell keys apart.
 template <class Shape>
 __device__ __forceinline__ bool EmitSorted(const typename Shape::Warp& s, int n, LogitRange range,

@@ -251,6 +251,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
     if (ask.temperature != temperature) {
       temperature = ask.temperature;
       log2e_over_temperature = kLog2E / temperature;
+      __syncwarp();  // lanes have read the row before's
       if (lane == 0) s.log2e_over_temperature = RowResult::Log2EOver(temperature);
     }
     ReadRow row;
