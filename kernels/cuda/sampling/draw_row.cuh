@@ -12,15 +12,57 @@ namespace logitd::cuda {
 
 // ---- by cells ----------------------------------------------------------------------------------
 
+// What a draft was drawn from, as integers of the target's scale.
+struct DraftMass {
+  const int32_t* ids;  // null: a probability for each token
+  const float* probs;  // null: there is no draft
+  int count;
+  double scale;
+
+  __device__ __noinline__ uint64_t operator()(int token) const {
+    int at = token;
+    if (ids != nullptr) {
+      int low = 0, high = count;
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (ids[middle] < token) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      if (low == count || ids[low] != token) return 0;
+      at = low;
+    }
+    return DraftWeight(probs[at], scale);
+  }
+};
+
+// The integer weights that tokens are drawn by: 0 for keys below `last`. A token beyond the row has x
+// = -inf, and weighs 0.
+struct TokenWeights {
+  Weigher weigh;
+  Key last;
+  bool greedy = false;  // all others weigh the same
+  DraftMass less{};     // what is taken from them
+
+  __device__ uint64_t operator()(float x, int i) const {
+    if (MakeKey(x, i) < last) return 0;
+    const uint64_t weight = greedy ? uint64_t{1} << kWeightBits : weigh(x);
+    return weight == 0 || less.probs == nullptr ? weight : weight - min(weight, less(i));
+  }
+};
+
 // A cell's integer weights in order of token id, by one warp: a lane holds vectors of neighbours, and
 // vector v of all lanes comes before vector v + 1 of any. `first` is the cell's first token, weigh(x,
 // i) the weight of token i. A token beyond the row has x = -inf, and must weigh 0.
-template <class Element, class Weigh>
+// kInLoops: vectors are visited in loops, as in EachOfCell.
+template <bool kInLoops, class Element, class Weigh>
 class WeightsOfCell {
  public:
   __device__ WeightsOfCell(const LaneCell<Element>& x, int first, Weigh weigh)
       : x_(x), first_(first), weigh_(weigh) {
-#pragma unroll
+#pragma unroll kAtOnce
     for (int v = 0; v < kVectors; ++v) {
       own_[v] = 0;
 #pragma unroll
@@ -46,7 +88,7 @@ class WeightsOfCell {
     uint64_t own = 0;
     int vector = -1;
     float x[kVector<Element>];  // of the vector
-#pragma unroll
+#pragma unroll kAtOnce
     for (int v = 0; v < kVectors; ++v) {
       if (vector >= 0) continue;
       if (before + of_all_[v] > target) {
@@ -74,6 +116,7 @@ class WeightsOfCell {
 
  private:
   static constexpr int kVectors = kLaneElements / kVector<Element>;
+  static constexpr int kAtOnce = kInLoops ? 1 : kVectors;
 
   __device__ int Token(int e) const { return first_ + CellIndex<Element>(threadIdx.x % 32, e); }
 
@@ -84,24 +127,16 @@ class WeightsOfCell {
   uint64_t of_all_[kVectors];  // the same, added up over the lanes
 };
 
-// The sum of weigh(x, i) over a lane's part of the cell at `first`, added up over the warp. A token
-// beyond the row has x = -inf, and must weigh 0.
-template <class Element, class Weigh>
-__device__ __forceinline__ uint64_t SumOfCell(const LaneCell<Element>& x, int first, Weigh weigh) {
-  uint64_t sum = 0;
-#pragma unroll
-  for (int e = 0; e < kLaneElements; ++e)
-    sum += weigh(x[e], first + CellIndex<Element>(threadIdx.x % 32, e));
-  return WarpSum(sum);
-}
-
-// The sum of weigh(x, i) over the row; sums of cells are left in cell_sums. Called by all threads.
-template <class Row, class Weigh>
-__device__ __noinline__ uint64_t SumByCells(const Row& row, uint64_t* cell_sums, Weigh weigh) {
+// The sum of the weights of the row; sums of cells are left in cell_sums. Called by all threads.
+template <class Row>
+__device__ __noinline__ uint64_t SumByCells(Row row, uint64_t* cell_sums, TokenWeights weigh) {
+  AreInShared(cell_sums);
   uint64_t total = 0;
   __syncthreads();
   row.EachCell([&](const auto& x, int first) {
-    const uint64_t sum = SumOfCell(x, first, weigh);
+    uint64_t sum = 0;
+    EachOfCell(x, first, [&](float logit, int i) { sum += weigh(logit, i); });
+    sum = WarpSum(sum);
     if (threadIdx.x % 32 != 0) return;
     cell_sums[first / kCell] = sum;
     total += sum;
@@ -110,9 +145,10 @@ __device__ __noinline__ uint64_t SumByCells(const Row& row, uint64_t* cell_sums,
 }
 
 // The lowest token with a sum of more than target, from the sums of cells. Called by all threads.
-template <class Row, class Weigh>
-__device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_sums, uint64_t target,
-                                         Weigh weigh) {
+template <class Row>
+__device__ __noinline__ int TokenByCells(Row row, const uint64_t* cell_sums, uint64_t target,
+                                         TokenWeights weigh) {
+  AreInShared(cell_sums);
   DrawShared& s = Finish().draw;
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -121,9 +157,9 @@ __device__ __noinline__ int TokenByCells(const Row& row, const uint64_t* cell_su
         FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
     const int cell = end.index < 0 ? cells - 1 : end.index;
     const uint64_t before = end.through - cell_sums[cell];
-    row.Cell(cell * kCell, [&](const auto& x, int first) {
-      const int token =
-          WeightsOfCell(x, first, weigh).TokenAt(target - before, min(row.vocab, first + kCell));
+    row.Cell(cell * kCell, [&]<class Element>(const LaneCell<Element>& x, int first) {
+      const WeightsOfCell</*kInLoops=*/true, Element, TokenWeights> weights(x, first, weigh);
+      const int token = weights.TokenAt(target - before, min(row.vocab, first + kCell));
       if (threadIdx.x == 0) s.token = token;
     });
   }
@@ -248,36 +284,38 @@ __device__ inline Drawn DrawGreedy(const DrawShared& s) {
   return {KeyIndex(s.sorted[0]), s.sorted[0], 0.0, uint64_t{1} << kWeightBits};
 }
 
-// The first token of a row of which none are listed: of the first cell whose maximum is the row's.
-// Called by all threads.
-template <class Row>
+// The first token of a row of which none are listed: of the first cell whose maximum is the row's. A
+// warp calls write_cell(first) before it reads a cell. Called by all threads.
+template <class Row, class WriteCell>
 __device__ __forceinline__ Drawn DrawGreedyByCells(const Row& row, const DrawInput& in,
-                                                   DrawShared& s) {
+                                                   DrawShared& s, WriteCell write_cell) {
   if (threadIdx.x < 32) {
     const int lane = static_cast<int>(threadIdx.x);
     int cell = in.cells;
     for (int i = lane; i < in.cells; i += 32) {
       if (in.stats[i].max == in.peak) cell = min(cell, i);
     }
-    row.Cell(__reduce_min_sync(kFullWarp, cell) * kCell,
-             [&]<class Element>(const LaneCell<Element>& x, int first) {
-               int token = row.vocab;
+    cell = __reduce_min_sync(kFullWarp, cell);
+    write_cell(cell * kCell);
+    row.Cell(cell * kCell, [&]<class Element>(const LaneCell<Element>& x, int first) {
+      int token = row.vocab;
 #pragma unroll
-               for (int e = 0; e < kLaneElements; ++e) {
-                 if (x[e] == in.peak) token = min(token, first + CellIndex<Element>(lane, e));
-               }
-               token = __reduce_min_sync(kFullWarp, token);
-               if (lane == 0) s.token = token;
-             });
+      for (int e = 0; e < kLaneElements; ++e) {
+        if (x[e] == in.peak) token = min(token, first + CellIndex<Element>(lane, e));
+      }
+      token = __reduce_min_sync(kFullWarp, token);
+      if (lane == 0) s.token = token;
+    });
   }
   __syncthreads();
   return {s.token, MakeKey(in.peak, s.token), 0.0, uint64_t{1} << kWeightBits};
 }
 
-// From the whole row: a cell by its statistics, then a token of it by integers.
-template <class Row>
+// From the whole row: a cell by its statistics, then a token of it by integers. `write_cell` as above.
+template <class Row, class WriteCell>
 __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row& row,
-                                                const DrawInput& in, DrawShared& s) {
+                                                const DrawInput& in, DrawShared& s,
+                                                WriteCell write_cell) {
   if (threadIdx.x < 32) {
     const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
     if (threadIdx.x == 0) s.reach = weights.Reach();
@@ -290,8 +328,9 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
   const Weigher weigh_cell(in.stats[s.cell].max, ask);
   const auto weigh = [&](float x, int) { return weigh_cell(x); };
   if (threadIdx.x < 32) {
-    row.Cell(begin, [&](const auto& x, int first) {
-      const WeightsOfCell weights(x, first, weigh);
+    write_cell(begin);
+    row.Cell(begin, [&]<class Element>(const LaneCell<Element>& x, int first) {
+      const WeightsOfCell</*kInLoops=*/false, Element, decltype(weigh)> weights(x, first, weigh);
       const int token = weights.TokenAt(TargetInCell(s.share, weights.Total()), end);
       if (threadIdx.x == 0) s.token = token;
     });
@@ -370,9 +409,9 @@ __device__ __forceinline__ int DrawListed(int count, uint64_t target, DrawShared
 
 // From a filtered row whose support is not all listed. Called by all threads.
 template <int kThreads, class Row>
-__device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& row, Key low,
-                                              Weigher weigh, const DrawInput& in,
-                                              const DrawShared& s) {
+__device__ __noinline__ Drawn DrawUnlisted(const SampleRow& ask, Row row, Key low, Weigher weigh,
+                                           DrawInput in) {
+  const DrawShared& s = Finish().draw;
   uint64_t* cell_sums = in.cell_sums;
   const uint64_t whole_of_cells = in.sums_needed ? WholeOf(s.reach) : 0;
   const Key high = MakeKey(in.peak, 0);
@@ -386,32 +425,31 @@ __device__ __forceinline__ Drawn DrawUnlisted(const SampleRow& ask, const Row& r
       total = s.mass;
     } else {
       last = max(last, LastOfPrefix<kThreads>(row, low, high, static_cast<uint64_t>(ask.top_k),
-                                              [](float) { return uint64_t{1}; }));
+                                              Measure{weigh, /*counts=*/true}));
     }
   }
-  const auto weigh_from = [=](Key floor) {
-    return [=](float x, int i) { return MakeKey(x, i) >= floor ? weigh(x) : uint64_t{0}; };
-  };
   if (ask.top_p < 1 && !summed) {
     const Key floor = last;
     const uint64_t whole =
-        in.sums_needed ? whole_of_cells : SumByCells(row, cell_sums, weigh_from(floor));
+        in.sums_needed ? whole_of_cells : SumByCells(row, cell_sums, {weigh, floor});
     const uint64_t need = MassNeeded(ask.top_p, whole);
     const Nucleus nucleus =
         FindNucleus<kThreads>(row, in.part, floor, weigh, whole, need, cell_sums);
     summed = nucleus.last != kLowestKey;
     total = nucleus.total;
-    last = summed ? nucleus.last : max(last, LastOfPrefix<kThreads>(row, floor, high, need, weigh));
+    last = summed
+               ? nucleus.last
+               : max(last, LastOfPrefix<kThreads>(row, floor, high, need, Measure{weigh, false}));
   }
-  if (!summed) total = SumByCells(row, cell_sums, weigh_from(last));
-  const int token = TokenByCells(row, cell_sums, DrawTarget(in.bits, total), weigh_from(last));
+  if (!summed) total = SumByCells(row, cell_sums, {weigh, last});
+  const int token = TokenByCells(row, cell_sums, DrawTarget(in.bits, total), {weigh, last});
   return {token, last, 0.0, total};
 }
 
-// The sums of the row for top_n_sigma; its largest logit, `peak`, is finite. A second read of the
+// The lowest logit that top_n_sigma keeps; the row's largest, `peak`, is finite. A second read of the
 // row, by the block. Called by all threads.
 template <class Row>
-__device__ __noinline__ SigmaSums AddRow(const Row& row, float peak) {
+__device__ __noinline__ float SigmaBorderOf(Row row, const SampleRow& ask, float peak) {
   static_assert(kSigmaSums == 32, "a lane each");
   constexpr int kMostCells = static_cast<int>(kMaxVocab) / kCell;
   static_assert(2 * kMostCells * sizeof(double) <= sizeof(DrawShared::bin_share));
@@ -429,39 +467,37 @@ __device__ __noinline__ SigmaSums AddRow(const Row& row, float peak) {
   };
   uint32_t count = 0;
   __syncthreads();
-  row.Visited([&](const auto* logits) {
 #pragma unroll 1
-    for (int c = static_cast<int>(threadIdx.x) / 32; c < cells; c += blockDim.x / 32) {
-      double sum = 0, square_sum = 0;
+  for (int c = static_cast<int>(threadIdx.x) / 32; c < cells; c += blockDim.x / 32) {
+    double sum = 0, square_sum = 0;
 #pragma unroll 1
-      for (int first = c * kCell + lane; first < (c + 1) * kCell; first += 32 * kAtOnce) {
-        float x[kAtOnce];
+    for (int first = c * kCell + lane; first < (c + 1) * kCell; first += 32 * kAtOnce) {
+      float x[kAtOnce];
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-          x[k] = first + 32 * k < vocab ? ToFloat(logits[first + 32 * k]) : -kInfinity;
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = first + 32 * k < vocab ? row[first + 32 * k] : -kInfinity;
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          const double distance = BelowMax(peak, x[k]);
-          sum += distance;
-          square_sum = __dadd_rn(square_sum, __dmul_rn(distance, distance));
-          count += x[k] > -kInfinity;
-        }
-      }
-      sum = fold(sum);
-      square_sum = fold(square_sum);
-      if (lane == 0) {
-        below[c] = sum;
-        squares[c] = square_sum;
+      for (int k = 0; k < kAtOnce; ++k) {
+        const double distance = BelowMax(peak, x[k]);
+        sum += distance;
+        square_sum = __dadd_rn(square_sum, __dmul_rn(distance, distance));
+        count += x[k] > -kInfinity;
       }
     }
-  });
+    sum = fold(sum);
+    square_sum = fold(square_sum);
+    if (lane == 0) {
+      below[c] = sum;
+      squares[c] = square_sum;
+    }
+  }
   const auto tokens = static_cast<int64_t>(BlockSum(count, s));
   double sum = 0, square_sum = 0;
   for (int c = lane; c < cells; c += 32) {
     sum += below[c];
     square_sum += squares[c];
   }
-  return {fold(sum), fold(square_sum), tokens};
+  return SigmaBorder(ask, peak, {fold(sum), fold(square_sum), tokens});
 }
 
 // From the tokens that the filters leave. Called by all threads.
@@ -469,10 +505,8 @@ template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
                                               const DrawInput& in, DrawShared& s) {
   Key low = LowestKept(ask, in.peak);
-  if (SigmaIsOn(ask) && in.peak < kInfinity) {
-    const float border = SigmaBorder(ask, in.peak, AddRow(row, in.peak));
-    low = max(low, static_cast<Key>(OrderedBits(border)) << 32);
-  }
+  if (SigmaIsOn(ask) && in.peak < kInfinity)
+    low = max(low, static_cast<Key>(OrderedBits(SigmaBorderOf(row, ask, in.peak))) << 32);
   const ListedSupport listed = FilterListed<kThreads>(ask, row.vocab, low, weigh, in, s);
   Drawn drawn;
   if (listed.count > 0) {
@@ -480,7 +514,7 @@ __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& r
     drawn.total = listed.total;
     drawn.token = DrawListed<kThreads>(listed.count, DrawTarget(in.bits, listed.total), s);
   } else {
-    drawn = DrawUnlisted<kThreads>(ask, row, low, weigh, in, s);
+    drawn = DrawUnlisted<kThreads>(ask, row, low, weigh, in);
   }
   drawn.log_sum = log(static_cast<double>(drawn.total) / kWeightOne);
   return drawn;

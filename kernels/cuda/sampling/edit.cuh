@@ -87,13 +87,14 @@ struct LaneBests {
 };
 
 // Reads the warp's cells of an edited row: writes the statistics of the row as sent and of the
-// edited one, a sketch of each, and the edited logits. `cell_floats`: room for the warp's cell as
-// floats, for 16-bit rows.
-template <class Block, class T>
+// edited one, and those of the sketches that are not null. The edited logits are written where their
+// sketch is. `cell_floats`: room for the warp's cell as floats, for 16-bit rows.
+template <class Block>
 __device__ __forceinline__ LaneBests ReadEdited(RowStream<Block>& stream, const Edits& edits,
                                                 int begin, CellStats raw, CellStats own,
                                                 EditPool::Sketch* raw_sketch,
                                                 EditPool::Sketch* sketch, float* cell_floats) {
+  using T = typename Block::Element;
   const int lane = threadIdx.x % 32;
   constexpr int kRound = Block::kWarps * kCell;
   int patch_count = edits.PatchesOf(stream.first());
@@ -103,9 +104,11 @@ __device__ __forceinline__ LaneBests ReadEdited(RowStream<Block>& stream, const 
   LaneCell<T> x;
   while (stream.Next(x)) {
     const int first = stream.first();
+    const int at = (first - begin) / 32 + lane;
     const int count = patch_count;
-    float raw_max;
-    const EditPool::Sketch raw_sketched = SketchOf<EditPool>(x, raw_max);
+    VectorMaxima<EditPool, T> raw_maxima(x);
+    const float raw_max = raw_maxima.OfLane();
+    if (raw_sketch != nullptr) raw_sketch[at] = raw_maxima.Sketch();
     const Stats raw_lane = LaneStats(x, raw_max, raw.log2e_over_temperature);
     LaneCell<float> y;
     const auto apply = [&](float* values) {
@@ -138,9 +141,12 @@ __device__ __forceinline__ LaneBests ReadEdited(RowStream<Block>& stream, const 
     patch = lane < patch_count ? edits.PatchAt(next, lane) : 0;
     word = edits.MaskWord(next, lane);
     edits.Mask(word_here, lane, y);
-    edits.Write(y, first, lane);
-    float max;
-    const EditPool::Sketch sketched = SketchOf<EditPool>(y, max);
+    VectorMaxima<EditPool, float> maxima(y);
+    const float max = maxima.OfLane();
+    if (sketch != nullptr) {
+      edits.Write(y, first, lane);
+      sketch[at] = maxima.Sketch();
+    }
     const Stats raw_cell = MergeLanes(raw_lane, raw.log2e_over_temperature);
     const Stats own_cell =
         MergeLanes(LaneStats(y, max, own.log2e_over_temperature), own.log2e_over_temperature);
@@ -148,13 +154,30 @@ __device__ __forceinline__ LaneBests ReadEdited(RowStream<Block>& stream, const 
       raw.cells[first / kCell] = raw_cell;
       own.cells[first / kCell] = own_cell;
     }
-    const int at = (first - begin) / 32 + lane;
-    raw_sketch[at] = raw_sketched;
-    sketch[at] = sketched;
     bests.raw = fmaxf(bests.raw, raw_max);
     bests.edited = fmaxf(bests.edited, max);
   }
   return bests;
+}
+
+// Writes the edited logits of the cell at `first`, of a row that was read without writing them. By
+// one warp. `values`: room for a cell in shared memory.
+template <class T>
+__device__ __noinline__ void WriteCell(const T* sent, Edits edits, int first, float* values) {
+  AreInShared(values);
+  const int lane = threadIdx.x % 32;
+#pragma unroll 8
+  for (int i = lane; i < kCell; i += 32)
+    values[i] = first + i < edits.end ? ToFloat(sent[first + i]) : -kInfinity;
+  __syncwarp();
+  const int count = edits.PatchesOf(first);
+  for (int i = lane; i < count; i += 32) edits.Apply(edits.PatchAt(first, i), first, values);
+  __syncwarp();
+  LaneCell<float> y;
+  LoadCell(values, lane, y);
+  edits.Mask(edits.MaskWord(first, lane), lane, y);
+  edits.Write(y, first, lane);
+  __syncwarp();
 }
 
 }  // namespace logitd::cuda

@@ -379,23 +379,13 @@ __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, c
   return {-1, -1, -1, 0};
 }
 
-// Sorts n keys, n at most half the pool, into places [0, most) of `to`; `spare` as in EmitByRank.
-// Called by all threads; ends with a barrier passed.
-template <int kThreads>
-__device__ __noinline__ void SortKeys(Key* keys, int n, Key* spare, int most, Key* to) {
-  EmitByRank<kThreads>(keys, n, spare, Pool<EditPool>().select, [&](int rank, Key key) {
-    if (rank < most) to[rank] = key;
-  });
-  __syncthreads();
-}
-
 // Writes the edited logits of elements [begin, end) of the row to `edited`, and their sketch, in the
-// layout of f32, where `sketch` is not null. `counts`: room for the row, in device memory. Returns
-// the lane's largest. Called by all threads; ends with a barrier passed.
+// layout of f32, where `sketch` is not null. `counts`: room for the row, in device memory. Called by
+// all threads; ends with a barrier passed.
 template <class T>
-__device__ __noinline__ float WriteEdited(const T* row, int begin, int end, const LateEdits& edits,
-                                          uint32_t* counts, float* edited,
-                                          EditPool::Sketch* sketch) {
+__device__ __noinline__ void WriteEdited(const T* row, int begin, int end, LateEdits edits,
+                                         uint32_t* counts, float* edited,
+                                         EditPool::Sketch* sketch) {
   const int lane = threadIdx.x % 32;
   const int threads = static_cast<int>(blockDim.x);
   __syncthreads();
@@ -408,12 +398,11 @@ __device__ __noinline__ float WriteEdited(const T* row, int begin, int end, cons
     }
     __syncthreads();
   }
-  float best = -kInfinity;
 #pragma unroll 1
   for (int first = begin + static_cast<int>(threadIdx.x) / 32 * kCell; first < end;
        first += threads / 32 * kCell) {
     LaneCell<float> y;
-#pragma unroll
+#pragma unroll 4
     for (int e = 0; e < kLaneElements; ++e) {
       const int i = first + CellIndex<float>(lane, e);
       float x = -kInfinity;
@@ -427,10 +416,8 @@ __device__ __noinline__ float WriteEdited(const T* row, int begin, int end, cons
     float max;
     const EditPool::Sketch sketched = SketchOf<EditPool>(y, max);
     if (sketch != nullptr) sketch[(first - begin) / 32 + lane] = sketched;
-    best = fmaxf(best, max);
   }
   __syncthreads();
-  return best;
 }
 
 }  // namespace logitd::cuda

@@ -17,18 +17,24 @@
 
 namespace logitd::cuda {
 
+// What a prefix of keys adds up: weights, or 1 for each key.
+struct Measure {
+  Weigher weigh;
+  bool counts;
+
+  __device__ uint64_t operator()(float x) const { return counts ? 1 : weigh(x); }
+};
+
 // Sorts the keys of the pool into s.sorted_pool. Leaves the first of them at which the sum of
 // measure(logit), from `before` on, reaches `need` in s.key, kLowestKey where it does not; the sum
 // in s.mass, the number of keys up to it in s.count. Called by all threads; ends with a barrier
 // passed.
-template <int kThreads, class Measure>
-__device__ __forceinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
+template <int kThreads>
+__device__ __noinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const int n = pool.count;
-  EmitByRank<kThreads>(pool.pool, n, s.spare, pool.select,
-                       [&](int rank, Key key) { s.sorted_pool[rank] = key; });
-  __syncthreads();
+  SortKeys<kThreads>(pool.pool, n, s.spare, n, s.sorted_pool);
   if (threadIdx.x < 32) {
     const PrefixEnd end = FindPrefixEnd(
         0, n, before, need, [&](int i) -> uint64_t { return measure(KeyLogit(s.sorted_pool[i])); });
@@ -101,8 +107,8 @@ __device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
 // measure(x) adds up to `need` or more; kLowestKey where all of them have less. `keys` is a row, or a
 // list of its keys. Called by all threads.
-template <int kThreads, class Keys, class Measure>
-__device__ __noinline__ Key LastOfPrefix(const Keys& keys, Key low, Key high, uint64_t need,
+template <int kThreads, class Keys>
+__device__ __noinline__ Key LastOfPrefix(Keys keys, Key low, Key high, uint64_t need,
                                          Measure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
@@ -175,9 +181,9 @@ struct KeyList {
 // them in s.mass, and by cells in cell_sums. False: there is no room, or the sample told too few or
 // too many; then nothing is left. Called by all threads.
 template <int kThreads, class Row>
-__device__ __noinline__ bool FilterFirst(const Row& row, const SampleRow& ask, Key floor,
-                                         Weigher weigh, Key* list, int list_keys,
-                                         uint64_t* cell_sums) {
+__device__ __noinline__ bool FilterFirst(Row row, const SampleRow& ask, Key floor, Weigher weigh,
+                                         Key* list, int list_keys, uint64_t* cell_sums) {
+  AreInShared(cell_sums);
   DrawShared& s = Finish().draw;
   const int thread = threadIdx.x;
   const int lane = thread % 32;
@@ -217,9 +223,10 @@ __device__ __noinline__ bool FilterFirst(const Row& row, const SampleRow& ask, K
     const int at = WarpReserve(&s.first_count, count, lane);
     if (at + count > list_keys) return;
     Key* to = list + at;
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      if ((reached >> e & 1) != 0) *to++ = MakeKey(x[e], first + CellIndex<Element>(lane, e));
+#pragma unroll 1
+    for (; reached != 0; reached &= reached - 1) {
+      const int i = first + CellIndex<Element>(lane, __ffs(reached) - 1);
+      *to++ = MakeKey(row[i], i);
     }
   });
   __syncthreads();
@@ -227,14 +234,14 @@ __device__ __noinline__ bool FilterFirst(const Row& row, const SampleRow& ask, K
   if (first.count > list_keys || (first.count < k && least > floor_logit)) return false;
   const Key high = MakeKey(weigh.max, 0);
   Key last = LastOfPrefix<kThreads>(first, max(floor, MakeKey(least, -1)), high, k,
-                                    [](float) { return uint64_t{1}; });
+                                    Measure{weigh, /*counts=*/true});
   last = max(last, floor);  // there may be fewer than k
   const auto weight_of = [&](Key key, float x) { return key >= last ? weigh(x) : 0; };
   if (ask.top_p < 1) {
     uint64_t whole = 0;
     first.EachKey([&](Key key, float x) { whole += weight_of(key, x); });
     const uint64_t need = MassNeeded(ask.top_p, BlockSum(whole, s));
-    last = max(last, LastOfPrefix<kThreads>(first, last, high, need, weigh));
+    last = max(last, LastOfPrefix<kThreads>(first, last, high, need, Measure{weigh, false}));
   }
   uint64_t total = 0;
   first.EachKey([&](Key key, float x) {
@@ -484,7 +491,7 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, const Part& part, Ke
   await_all();
   const uint64_t above = s.above;
   if (pool.count > SmallPool::kPool || above >= need) return none;
-  EndInPool<kThreads>(above, need, weigh);
+  EndInPool<kThreads>(above, need, Measure{weigh, /*counts=*/false});
   const Nucleus nucleus{s.key, s.mass};
   if (nucleus.last == kLowestKey) return none;
   for (int i = thread; i < s.count; i += kThreads) {

@@ -8,11 +8,14 @@
 
 namespace logitd::cuda {
 
-// Refuses a row that holds a NaN. Called by all threads of a block.
+// Refuses a row: one that holds a NaN, or else one of which nothing can be drawn. Called by all threads
+// of a block.
 template <class T>
-__device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, const SampleRow& ask,
-                                          const T* sent, int vocab, const Stats* raw_cells,
-                                          DrawShared& s) {
+__device__ __noinline__ void RefuseRow(const SampleArgs& args, int64_t r, const SampleRow& ask,
+                                       const T* sent, const Stats* raw_cells, bool has_nan) {
+  DrawShared& s = Finish().draw;
+  if (!has_nan) return Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
+  const int vocab = static_cast<int>(args.logits.cols);
   if (threadIdx.x < 32) {
     const int cells = CellsOf(vocab);
     int cell = 0;
@@ -30,8 +33,9 @@ __device__ __forceinline__ void RefuseNan(const SampleArgs& args, int64_t r, con
 // The thread's count of tokens in the part that are no later in the order than `token` with logit
 // x. Only groups that reach it are looked at, by the part's sketch of these logits.
 template <int kThreads, class Shape, class Element>
-__device__ int CountByCells(const Element* row, const Part& part,
-                            const typename Shape::Sketch* sketch, float x, int token) {
+__device__ __forceinline__ int CountByCells(const Element* row, const Part& part,
+                                            const typename Shape::Sketch* sketch, float x,
+                                            int token) {
   using Place = GroupPlace<Shape, Element>;
   const auto* maxima = reinterpret_cast<const uint16_t*>(sketch);
   const int lane = threadIdx.x % 32;
@@ -49,38 +53,36 @@ __device__ int CountByCells(const Element* row, const Part& part,
     const int first = part.begin + cell * kCell;
     LaneCell<Element> others;
     ReadCell(row, first, part.end, wanted, others);
-    bool ties = false;
+    uint32_t ties = 0;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
       count += others[e] > x;
-      ties |= others[e] == x;
+      if (others[e] == x) ties |= 1u << e;
     }
-    if (!ties) continue;
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e)
-      count += others[e] == x && first + CellIndex<Element>(lane, e) <= token;
+#pragma unroll 1
+    for (; ties != 0; ties &= ties - 1)
+      count += first + CellIndex<Element>(lane, __ffs(ties) - 1) <= token;
   }
   return count;
 }
 
 // How many tokens of the part are no later in the order than `token` with logit x: one by one where
 // few groups of the part's sketch of these logits reach it. Called by all threads.
-template <int kThreads, class Shape, class Row>
-__device__ __noinline__ int CountFrom(const Row& row, const Part& part,
+template <int kThreads, class Shape, class Element>
+__device__ __noinline__ int CountFrom(const Element* row, Part part,
                                       const typename Shape::Sketch* sketch, float x, int token) {
+  AreInShared(sketch);
   auto& pool = Pool<Shape>();
-  return row.Visited([&]<class Element>(const Element* elements) -> int {
-    __syncthreads();
-    if (threadIdx.x == 0) pool.count = 0;
-    Floor floor;
-    floor.Raise(MakeKey(x, token));
-    if (OfferGroups<Element, kThreads, Shape>(elements + part.begin, part.begin, part.elements(),
-                                              sketch, 0, part.cells(), floor)) {
-      return pool.count;
-    }
-    const int count = CountByCells<kThreads, Shape>(elements, part, sketch, x, token);
-    return static_cast<int>(BlockSum(count, Finish().draw));
-  });
+  __syncthreads();
+  if (threadIdx.x == 0) pool.count = 0;
+  Floor floor;
+  floor.Raise(MakeKey(x, token));
+  if (OfferGroups<Element, kThreads, Shape>(row + part.begin, part.begin, part.elements(), sketch,
+                                            0, part.cells(), floor)) {
+    return pool.count;
+  }
+  const int count = CountByCells<kThreads, Shape>(row, part, sketch, x, token);
+  return static_cast<int>(BlockSum(count, Finish().draw));
 }
 
 // In a cluster, once its blocks know the ranked token: adds what the block counts in its part of

@@ -26,7 +26,7 @@ struct RowPlan {
   bool sketched;          // the list or a rank needs the sketch
   bool lists_are_sorted;  // those are of the logits that the report is of
 
-  __device__ RowPlan(const SampleRow& ask, int vocab, bool editable, bool has_drafts)
+  __device__ RowPlan(const SampleParams& p, const SampleRow& ask, int vocab, bool editable)
       : edited(editable && IsEdited(ask)),
         greedy(IsGreedy(ask)),
         is_raw(ask.logprob_mode == LogprobMode::kRaw),
@@ -35,7 +35,12 @@ struct RowPlan {
         log2e_over_temperature(kLog2E / (sums_needed ? ActingTemperature(ask) : 1.0f)),
         lists_are_sorted(!is_raw || !edited) {
     listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
-    if (!edited && !has_drafts && ask.top_logprobs == 0 && (greedy || !IsFiltered(ask, vocab))) {
+    const bool late = editable && IsEditedLate(p, ask);
+    // Such a row is not looked at again, except in the cell of the token.
+    const bool unreported =
+        !lists_are_sorted ||
+        (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
+    if (unreported && !late && p.drafts == nullptr && (greedy || !IsFiltered(ask, vocab))) {
       listed = 0;
     } else if (TopKIsOn(ask, vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
@@ -48,62 +53,66 @@ struct RowPlan {
 };
 
 // A block's memory after DrawMemory.
+template <class Pool>
 struct RowMemory {
-  Stats* raw_cells;           // [cells], of the row as sent, at temperature 1
-  Stats* cells;               // [cells], of the row after edits, at its temperature
-  SmallPool::Sketch* sketch;  // [cells of the part, 32]
-  // An edited row has two in its place.
-  EditPool::Sketch* raw_sketch;
-  EditPool::Sketch* edited_sketch;
-  LateInbox* inbox;  // in a cluster, where rows are edited; in one place in all its blocks
+  using Sketch = typename Pool::Sketch;
+  Stats* raw_cells;       // [cells], of the row as sent, at temperature 1
+  Stats* cells;           // [cells], of the row after edits, at its temperature
+  LateInbox* inbox;       // in a cluster, where rows are edited; in one place in all its blocks
+  Sketch* raw_sketch;     // [cells of the part, 32]
+  Sketch* edited_sketch;  // the same, in an EditPool
 
   __device__ RowMemory(void* begin, int row_cells, int part_cells, bool has_inbox)
       : raw_cells(static_cast<Stats*>(begin)),
         cells(raw_cells + row_cells + row_cells % 2),
-        sketch(reinterpret_cast<SmallPool::Sketch*>(cells + row_cells + row_cells % 2)),
-        inbox(reinterpret_cast<LateInbox*>(sketch)) {
-    if (has_inbox) sketch = reinterpret_cast<SmallPool::Sketch*>(inbox + 1);
-    raw_sketch = reinterpret_cast<EditPool::Sketch*>(sketch);
-    edited_sketch = raw_sketch + part_cells * 32;
-  }
+        inbox(reinterpret_cast<LateInbox*>(cells + row_cells + row_cells % 2)),
+        raw_sketch(reinterpret_cast<Sketch*>(inbox + (has_inbox ? 1 : 0))),
+        edited_sketch(raw_sketch + part_cells * 32) {}
 };
+
+// The largest logit of a row by its cells. The same in every thread.
+__device__ inline float MaxOfCells(const Stats* cells, int count) {
+  float max = -kInfinity;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x % 32); i < count; i += 32)
+    max = fmaxf(max, cells[i].max);
+  return WarpMax(max);
+}
 
 // Writes logsumexp and status. False: the row is refused, for nothing can be drawn from it.
 template <class T>
-__device__ __forceinline__ bool AcceptRow(const SampleParams& p, int r, const SampleRow& ask,
+__device__ __forceinline__ bool AcceptRow(const SampleArgs& args, int r, const SampleRow& ask,
                                           const T* sent, const Stats* raw_cells, Stats raw,
-                                          float peak, DrawShared& s) {
-  const SampleArgs& args = p.args;
-  if (isnan(raw.sum)) {
-    RefuseNan(args, r, ask, sent, static_cast<int>(args.logits.cols), raw_cells, s);
-    return false;
-  }
-  if (threadIdx.x == 0) {
+                                          float peak) {
+  const bool has_nan = isnan(raw.sum);
+  if (threadIdx.x == 0 && !has_nan) {
     args.logsumexp[r] =
         raw.max == -kInfinity ? -kInfinity : Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
     args.status[r] = {RowCode::kOk, -1};
   }
-  if (peak == -kInfinity)
-    Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
-  return peak != -kInfinity;
+  const bool accepted = !has_nan && peak != -kInfinity;
+  if (!accepted) RefuseRow(args, r, ask, sent, raw_cells, has_nan);
+  return accepted;
 }
 
-// Filters the row and draws from it; in verify, tests the row's draft.
-template <int kThreads, class Row>
+// Filters the row and draws from it; in verify, tests the row's draft. `write_cell`: as in
+// DrawUnfiltered.
+template <int kThreads, class Row, class WriteCell>
 __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const SampleRow& ask,
-                                           const Row& row, const DrawInput& in, DrawShared& s) {
+                                           const Row& row, const DrawInput& in, DrawShared& s,
+                                           WriteCell write_cell) {
   const Weigher weigh(in.peak, ask);
   Drawn drawn;
   if (IsGreedy(ask)) {
-    drawn = in.listed > 0 ? DrawGreedy(s) : DrawGreedyByCells(row, in, s);
+    drawn = in.listed > 0 ? DrawGreedy(s) : DrawGreedyByCells(row, in, s, write_cell);
   } else if (!IsFiltered(ask, row.vocab)) {
-    drawn = DrawUnfiltered(ask, row, in, s);
+    drawn = DrawUnfiltered(ask, row, in, s, write_cell);
   } else {
     drawn = DrawFiltered<kThreads>(ask, row, weigh, in, s);
   }
   if (p.drafts != nullptr && p.has_draft[r] != 0) {
     const VerifyDraft& draft = p.drafts[r];
-    if (draft.kind != DraftKind::kGreedy) TestDraft(p, ask, draft, row, weigh, in, drawn);
+    if (draft.kind != DraftKind::kGreedy) drawn = TestDraft(p, ask, draft, row, weigh, in, drawn);
     if (threadIdx.x == 0) p.accepted[r] = drawn.token == draft.token;
   }
   return drawn;
@@ -113,7 +122,7 @@ __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const S
 // `raw_is_pooled` becomes false where the pool is used.
 template <int kThreads, class T>
 __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const SampleRow& ask,
-                                          const RowPlan& plan, const RowMemory& m,
+                                          const RowPlan& plan, const RowMemory<EditPool>& m,
                                           const LateEdits& edits, float peak, Logits<T, true> row,
                                           bool& raw_is_pooled) {
   DrawShared& s = Finish().draw;
@@ -123,8 +132,7 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                               s.sorted[plan.listed - 1] < LowestKept(ask, peak);
   if (!all_are_listed) {
     float* const edited = p.edited + r * p.edited_stride;
-    WriteEdited(row.sent, 0, row.vocab, edits, p.counts + r * p.edited_stride, edited,
-                static_cast<EditPool::Sketch*>(nullptr));
+    WriteEdited(row.sent, 0, row.vocab, edits, p.counts + r * p.edited_stride, edited, nullptr);
     row.edited = edited;
     raw_is_pooled = false;
   }
@@ -147,9 +155,10 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
 // with a barrier passed.
 template <class Row>
 __device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
-                                               const Row& row, const RowMemory& m, DrawShared& s) {
+                                               const Row& row, const Stats* raw_cells,
+                                               DrawShared& s) {
   if (ask.top_logprobs + ask.extra_count > 0)
-    ReportLists(p.args, ask, row, RawSupport(MergeCells(m.raw_cells, p.cells, kLog2E)), s);
+    ReportLists(p.args, ask, row, RawSupport(MergeCells(raw_cells, p.cells, kLog2E)), s);
   __syncthreads();
 }
 
@@ -169,7 +178,7 @@ struct LateListed {
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, const SampleRow& ask,
                                                const RowPlan& plan, const Part& part,
-                                               const RowMemory& m, const LaneBests& bests,
+                                               const RowMemory<EditPool>& m, const LaneBests& bests,
                                                const LateEdits& edits, const T* sent,
                                                Stream& stream) {
   using Block = DrawBlock<T, kInCluster, EditPool>;
@@ -221,7 +230,8 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
       raw_listed = list(pool.pool, raw_count, pool.pool + kHalf, max(tops, 1),
                         kInCluster ? InBlock(m.inbox->raw[part.block], 0) : s.sorted);
     }
-    if constexpr (!kInCluster) ReportRawLists(p, ask, Logits<T, true>(sent, part.end), m, s);
+    if constexpr (!kInCluster)
+      ReportRawLists(p, ask, Logits<T, true>(sent, part.end), m.raw_cells, s);
     if (count < 0 && !of_row) {
       float* const edited = p.edited + r * p.edited_stride;
       WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
@@ -261,7 +271,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
                                            const RowPlan& plan, const Part& part,
-                                           const RowMemory& m, const LaneBests& bests,
+                                           const RowMemory<EditPool>& m, const LaneBests& bests,
                                            const LateEdits& edits, const T* sent, Stream& stream) {
   constexpr int kThreads = DrawBlock<T, kInCluster, EditPool>::kThreads;
   const SampleArgs& args = p.args;
@@ -274,7 +284,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   const auto count_in_part = [&](float logit, int last) {
     const Key key = MakeKey(logit, last);
     if (!listed.raw_is_pooled || key < listed.found.floor)
-      return CountFrom<kThreads, EditPool>(row, part, m.raw_sketch, logit, last);
+      return CountFrom<kThreads, EditPool>(sent, part, m.raw_sketch, logit, last);
     int reached = 0;
     for (int i = threadIdx.x; i < listed.raw_count; i += kThreads) reached += pool.pool[i] >= key;
     return static_cast<int>(BlockSum(reached, s));
@@ -299,7 +309,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
       return n;
     };
     if (ask.top_logprobs > 0) merge(m.inbox->raw, m.inbox->raw_counts, ask.top_logprobs);
-    ReportRawLists(p, ask, row, m, s);
+    ReportRawLists(p, ask, row, m.raw_cells, s);
     listed.count = merge(m.inbox->edited, m.inbox->edited_counts, plan.listed);
   }
   for (int i = listed.count + static_cast<int>(threadIdx.x); i < plan.listed; i += kThreads)
@@ -310,7 +320,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
   const Key first = s.sorted[0];
   const float peak = first == kLowestKey ? -kInfinity : KeyLogit(first);
-  if (!AcceptRow(p, r, ask, sent, m.raw_cells, raw, peak, s)) return;
+  if (!AcceptRow(args, r, ask, sent, m.raw_cells, raw, peak)) return;
   const Drawn drawn =
       DrawLate<kThreads>(p, r, ask, plan, m, edits, peak, row, listed.raw_is_pooled);
 
@@ -337,38 +347,44 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
 // Lists the first tokens of the row just read; before them those of an edited row as sent, and
 // reports them. Returns the row after edits. `stream` is what the row was read with. Called by all
 // threads after a barrier; in a cluster it passes a barrier of the cluster.
-template <class T, bool kInCluster, class Row, class Stream>
+template <class T, bool kInCluster, class Pool, class Row, class Stream>
 __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const SampleRow& ask,
-                                       const RowPlan& plan, const Part& part, const RowMemory& m,
-                                       const LaneBests& bests, Row row, Stream& stream) {
-  DrawShared& s = Finish().draw;
-  if (plan.edited && plan.is_raw && ask.top_logprobs + ask.extra_count > 0) {
-    List<DrawBlock<T, kInCluster, EditPool>>(row.sent, part, m.raw_sketch, bests.raw,
-                                             max(1, ask.top_logprobs), stream);
-    if (part.block == 0) ReportRawLists(p, ask, row, m, s);
-  }
-  if (kInCluster && threadIdx.x == 0) {
-    s.ranked_token = -1;
-    s.nucleus.whole = 0;
+                                       const RowPlan& plan, const Part& part,
+                                       const RowMemory<Pool>& m, const LaneBests& bests, Row row,
+                                       Stream& stream) {
+  const int raw_listed = !plan.edited ? plan.listed
+                         : plan.is_raw && ask.top_logprobs + ask.extra_count > 0
+                             ? max(1, ask.top_logprobs)
+                             : 0;
+  if (raw_listed > 0) {
+    List<DrawBlock<T, kInCluster, Pool>>(row.sent, part, m.raw_sketch, bests.raw, raw_listed,
+                                         stream);
   }
   if (plan.edited) {
+    if (raw_listed > 0 && part.block == 0) ReportRawLists(p, ask, row, m.raw_cells, Finish().draw);
     row.edited = p.edited + r * p.edited_stride;
-    List<DrawBlock<float, kInCluster, EditPool>>(row.edited, part, m.edited_sketch, bests.edited,
-                                                 plan.listed, stream);
-  } else if (plan.listed > 0) {
-    List<DrawBlock<T, kInCluster>>(row.sent, part, m.sketch, bests.raw, plan.listed, stream);
-  } else if constexpr (kInCluster) {
-    ClusterArrive();
-    ClusterWait();
+    if (plan.listed > 0) {
+      List<DrawBlock<float, kInCluster, Pool>>(row.edited, part, m.edited_sketch, bests.edited,
+                                               plan.listed, stream);
+    }
+  }
+  if constexpr (kInCluster) {
+    if (plan.listed == 0) {
+      ClusterArrive();
+      ClusterWait();
+    }
   }
   return row;
 }
 
+// Rows whose edits are applied late come first in the code: they take longer where their code is far
+// from the kernel's start (64 rows with history and mask 54.8 us for 47.4).
 template <class T, bool kInCluster, bool kEditable>
-__global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
-                                  DrawBlock<T, kInCluster>::kResident)
+__global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>::kThreads,
+                                  DrawBlock<T, kInCluster, DrawPool<kEditable>>::kResident)
     SampleRowKernel(const __grid_constant__ SampleParams p) {
-  using Block = DrawBlock<T, kInCluster>;
+  using Pool = DrawPool<kEditable>;
+  using Block = DrawBlock<T, kInCluster, Pool>;
   using Row = Logits<T, kEditable>;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
@@ -381,20 +397,20 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
   const int vocab = static_cast<int>(args.logits.cols);
   const Part part = Part::Of(static_cast<int>(blockIdx.x) - r * p.blocks, p.blocks, p.cells, vocab);
   DrawShared& s = memory.finish.draw;
-  const RowMemory m(&memory + 1, p.cells, part.cells(), kInCluster && kEditable);
+  const RowMemory<Pool> m(&memory + 1, p.cells, part.cells(), kInCluster && kEditable);
   const Row raw_row(static_cast<const T*>(args.logits.data) + r * args.logits.row_stride, vocab);
 
   // Read.
   RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
-  const RowPlan plan(ask, vocab, kEditable, p.drafts != nullptr);
+  const RowPlan plan(p, ask, vocab, kEditable);
   const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
   const CellStats raw_stats{kLog2E, in_first(m.raw_cells)};
   const CellStats own_stats{plan.log2e_over_temperature, in_first(m.cells)};
   LaneBests bests;
   if constexpr (kEditable) {
-    if (IsEditedLate(p, ask)) {
+    if (IsEditedLate(p, ask)) [[likely]] {
       const LateEdits edits(args, ask);
       if constexpr (kInCluster) edits.Prefetch();
       bests = ReadLate<Block>(stream, edits, part.begin, part.end, raw_stats, m.raw_sketch,
@@ -404,40 +420,47 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
       return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent,
                                        memory.stream);
     }
+    if (plan.edited) {
+      const bool raw_sketched = plan.is_raw && (ask.want_rank || ask.top_logprobs > 0);
+      bests = ReadEdited<Block>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
+                                own_stats, raw_sketched ? m.raw_sketch : nullptr,
+                                plan.listed > 0 ? m.edited_sketch : nullptr, memory.OfWarp());
+    }
   }
-  if (plan.edited) {
-    bests = ReadEdited<Block, T>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
-                                 own_stats, m.raw_sketch, m.edited_sketch, memory.OfWarp());
-  } else {
-    bests.raw = stream.template Run<true>(raw_stats, plan.sketched ? m.sketch : nullptr,
+  if (!plan.edited) {
+    bests.raw = stream.template Run<true>(raw_stats, plan.sketched ? m.raw_sketch : nullptr,
                                           plan.twice ? own_stats : CellStats{});
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 
+  // List.
+  if (kInCluster && threadIdx.x == 0) {
+    s.ranked_token = -1;
+    s.nucleus.whole = 0;
+  }
   const Row row = ListRow<T, kInCluster>(p, r, ask, plan, part, m, bests, raw_row, memory.stream);
   const Row& mode_row = plan.is_raw ? raw_row : row;
   // How many tokens of the block's part are no later in the mode's order than this one.
   const auto count_in_part = [&](float logit, int last) {
     if constexpr (kEditable) {
-      if (plan.edited) {
-        return CountFrom<kThreads, EditPool>(
-            mode_row, part, plan.is_raw ? m.raw_sketch : m.edited_sketch, logit, last);
-      }
+      if (plan.edited && !plan.is_raw)
+        return CountFrom<kThreads, Pool>(row.edited, part, m.edited_sketch, logit, last);
     }
-    return CountFrom<kThreads, SmallPool>(mode_row, part, m.sketch, logit, last);
+    return CountFrom<kThreads, Pool>(raw_row.sent, part, m.raw_sketch, logit, last);
   };
-  if (part.block != 0) {
-    ClusterArrive();
-    ClusterWait();
-    HelpWithNucleus<kThreads>(row, part, reinterpret_cast<uint64_t*>(m.cells));
-    return HelpToRank(s, count_in_part);
+  if constexpr (kInCluster) {
+    if (part.block != 0) {
+      ClusterArrive();
+      ClusterWait();
+      HelpWithNucleus<kThreads>(row, part, reinterpret_cast<uint64_t*>(m.cells));
+      return HelpToRank(s, count_in_part);
+    }
   }
 
   // Filter and draw.
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
-  const float peak =
-      plan.edited ? MergeCells(m.cells, p.cells, plan.log2e_over_temperature).max : raw.max;
-  if (!AcceptRow(p, r, ask, raw_row.sent, m.raw_cells, raw, peak, s)) return;
+  const float peak = plan.edited ? MaxOfCells(m.cells, p.cells) : raw.max;
+  if (!AcceptRow(args, r, ask, raw_row.sent, m.raw_cells, raw, peak)) return;
   const Drawn drawn =
       DrawToken<kThreads>(p, r, ask, row,
                           {.part = part,
@@ -451,7 +474,13 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
                            .first_list = p.FirstList(r),
                            .first_keys = p.first_keys,
                            .bits = UniformBits(ask.seed, ask.position)},
-                          s);
+                          s, [&](int first) {
+                            if constexpr (kEditable) {
+                              if (plan.edited && plan.listed == 0)
+                                WriteCell(raw_row.sent, Edits(p, ask, r, vocab), first,
+                                          reinterpret_cast<float*>(s.bin_mass));
+                            }
+                          });
 
   // Report.
   const Support support =
@@ -459,7 +488,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster>::kThreads,
           ? RawSupport(raw)
           : Support{drawn.last, peak, plan.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   const float x = mode_row[drawn.token];
-  const bool is_first = plan.greedy && plan.listed == 0;
+  const bool is_first = plan.greedy && plan.listed == 0 && plan.lists_are_sorted;
   int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
                                             plan.lists_are_sorted ? plan.listed : 0, part.blocks, s,
                                             count_in_part);
@@ -480,7 +509,7 @@ cudaError_t LaunchPass(const SampleParams& p, const Scratch& scratch, cudaStream
   if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
   return LaunchKernel(&SampleRowKernel<T, kInCluster, kEditable>,
                       {.grid = GridFor(p.args.logits.rows * p.blocks),
-                       .threads = DrawBlock<T, kInCluster>::kThreads,
+                       .threads = DrawBlock<T, kInCluster, DrawPool<kEditable>>::kThreads,
                        .cluster = kInCluster ? p.blocks : 1,
                        .shared_bytes = shared,
                        .most_shared_bytes = scratch.block_shared_bytes,

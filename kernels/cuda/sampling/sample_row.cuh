@@ -101,12 +101,14 @@ struct DrawShared {
 };
 
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.
-template <class T, bool kInCluster, class PoolShapeOfBlock = SmallPool>
+template <class T, bool kInCluster, class PoolShapeOfBlock>
 using DrawBlock = std::conditional_t<kInCluster, BlockShape<T, PoolShapeOfBlock, 16, 2, 1, true>,
                                      BlockShape<T, PoolShapeOfBlock, 4, 2, 4>>;
 
-// An edited row has two sketches, of groups twice as large: as sent, and after edits.
+// A row that may be edited has two sketches, of groups twice as large: as sent, and after edits.
 using EditPool = PoolShape<128, 1>;
+template <bool kEditable>
+using DrawPool = std::conditional_t<kEditable, EditPool, SmallPool>;
 static_assert(2 * sizeof(EditPool::Sketch) == sizeof(SmallPool::Sketch) &&
               sizeof(EditPool::Shared) == sizeof(SmallPool::Shared));
 
@@ -119,7 +121,7 @@ struct DrawFinish {
 // what draws.
 template <class T, bool kInCluster, bool kEditable>
 union DrawMemory {
-  using Block = DrawBlock<T, kInCluster>;
+  using Block = DrawBlock<T, kInCluster, DrawPool<kEditable>>;
   static constexpr bool kHasCells = sizeof(T) == 2 && kEditable;
   struct {
     typename Block::Shared stream;
@@ -135,6 +137,13 @@ union DrawMemory {
 __device__ inline DrawFinish& Finish() {
   extern __shared__ __align__(128) uint4 dynamic[];
   return *reinterpret_cast<DrawFinish*>(dynamic);
+}
+
+// In a function that is not inlined: these pointers are to shared memory. The compiler does not know,
+// and loads and atomics by generic addresses take longer.
+template <class... U>
+__device__ __forceinline__ void AreInShared(const U*... pointers) {
+  (__builtin_assume(__isShared(pointers)), ...);
 }
 
 __device__ inline uint64_t BlockSum(uint64_t v, DrawShared& s) {
@@ -173,11 +182,30 @@ __device__ inline void ReadCell(const Element* row, int first, int end, uint32_t
   }
 }
 
-// The row after edits: as sent where there are none.
+// Calls visit(x, i) for the elements of vector v of the lane's part of the cell at `first`.
+template <class Element, class Visit>
+__device__ __forceinline__ void EachOfVector(const LaneCell<Element>& x, int first, int v,
+                                             Visit visit) {
+  const uint4 vector = x.Vector(v);
+  const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+  const int i = first + CellIndex<Element>(threadIdx.x % 32, v * kVector<Element>);
+#pragma unroll
+  for (int e = 0; e < kVector<Element>; ++e) visit(WordElement<Element>(words, e), i + e);
+}
+// The same for all vectors, in a loop: code that is rarely run is read from device memory, and takes
+// longer than the loop.
+template <class Element, class Visit>
+__device__ __forceinline__ void EachOfCell(const LaneCell<Element>& x, int first, Visit visit) {
+#pragma unroll 1
+  for (int v = 0; v < kLaneElements / kVector<Element>; ++v) EachOfVector(x, first, v, visit);
+}
+
+// The row after edits: as sent where there are none. Cells of a row that may be edited are visited as
+// f32, so that there is one body for both.
 template <class T, bool kMayBeEdited>
 class Logits {
  public:
-  static constexpr bool kEditable = kMayBeEdited;
+  using Element = std::conditional_t<kMayBeEdited, float, T>;
 
   __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
 
@@ -185,27 +213,25 @@ class Logits {
   const float* edited = nullptr;
   int vocab;
 
-  // Returns visit(elements), with the edited row where there is one.
-  template <class Visit>
-  __device__ auto Visited(Visit visit) const {
-    if constexpr (kEditable) {
-      if (edited != nullptr) return visit(edited);
-    }
-    return visit(sent);
-  }
-
   __device__ float operator[](int i) const {
-    return Visited([=](const auto* row) { return ToFloat(row[i]); });
+    if constexpr (kMayBeEdited) {
+      if (edited != nullptr) return edited[i];
+    }
+    return ToFloat(sent[i]);
   }
 
   // Calls visit(x, first) for the cell at `first`: x is the lane's part of it, -inf beyond the row.
   template <class Visit>
   __device__ void Cell(int first, Visit visit) const {
-    Visited([&]<class Element>(const Element* row) {
-      LaneCell<Element> x;
-      ReadCell(row, first, vocab, ~0u, x);
-      visit(x, first);
-    });
+    LaneCell<Element> x;
+    if (HasElements()) {
+      ReadCell(Elements(), first, vocab, ~0u, x);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v)
+        x.SetVector(v, Vector(first + CellIndex<Element>(threadIdx.x % 32, v * kVector<Element>)));
+    }
+    visit(x, first);
   }
   // The same for every cell of [begin, end) that is the warp's. `begin` is a cell's border.
   template <class Visit>
@@ -223,50 +249,72 @@ class Logits {
   }
   // Calls visit(x) for the elements of every kSampleStep-th of the row's stretches of 32 vectors,
   // each of another place in its cell; -inf beyond the row.
-  static constexpr int kSampleStep = kLaneElements / kVector<T> + 1;
+  static constexpr int kVectors = kLaneElements / kVector<Element>;
+  static constexpr int kSampleStep = kVectors + 1;
   template <class Visit>
   __device__ void EachSampled(Visit visit) const {
-    Visited([&]<class Element>(const Element* row) {
-      constexpr int kStretch = 32 * kVector<Element>;
-      constexpr int kAtOnce = 4;
-      const bool aligned = (reinterpret_cast<uintptr_t>(row) & 15) == 0;
-      const int turn = static_cast<int>(blockDim.x) / 32 * kSampleStep * kStretch;
+    constexpr int kStretch = 32 * kVector<Element>;
+    constexpr int kAtOnce = 4;
+    const int turn = static_cast<int>(blockDim.x) / 32 * kSampleStep * kStretch;
 #pragma unroll 1
-      for (int first = static_cast<int>(threadIdx.x) / 32 * kSampleStep * kStretch; first < vocab;
-           first += kAtOnce * turn) {
-        uint4 vectors[kAtOnce];
-        const int own = first + static_cast<int>(threadIdx.x) % 32 * kVector<Element>;
+    for (int first = static_cast<int>(threadIdx.x) / 32 * kSampleStep * kStretch; first < vocab;
+         first += kAtOnce * turn) {
+      uint4 vectors[kAtOnce];
+      const int own = first + static_cast<int>(threadIdx.x) % 32 * kVector<Element>;
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int i = own + j * turn;
-          vectors[j] = LoadVector(row + i, aligned, vocab - i, kMinusInfinities<Element>);
-        }
+      for (int j = 0; j < kAtOnce; ++j) vectors[j] = Vector(own + j * turn);
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
+      for (int j = 0; j < kAtOnce; ++j) {
 #pragma unroll
-          for (int e = 0; e < kVector<Element>; ++e)
-            visit(WordElement<Element>(reinterpret_cast<const uint32_t*>(&vectors[j]), e));
-        }
+        for (int e = 0; e < kVector<Element>; ++e)
+          visit(WordElement<Element>(reinterpret_cast<const uint32_t*>(&vectors[j]), e));
       }
-    });
+    }
   }
-  // Calls visit(x, i) for the lane's elements of those cells.
-  template <class Visit>
-  __device__ void Each(Visit visit) const {
-    EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
-#pragma unroll
-      for (int e = 0; e < kLaneElements; ++e)
-        visit(x[e], first + CellIndex<Element>(threadIdx.x % 32, e));
-    });
-  }
-  // Calls visit(key, x) for them.
+  // Calls visit(key, x) for the lane's elements of the row.
   template <class Visit>
   __device__ void EachKey(Visit visit) const {
-    Each([&](float x, int i) { visit(MakeKey(x, i), x); });
+    EachCell([&](const LaneCell<Element>& x, int first) {
+      EachOfCell(x, first, [&](float logit, int i) { visit(MakeKey(logit, i), logit); });
+    });
+  }
+
+ private:
+  __device__ bool HasElements() const { return std::is_same_v<T, Element> || edited != nullptr; }
+  __device__ const Element* Elements() const {
+    if constexpr (!kMayBeEdited) {
+      return sent;
+    } else if constexpr (std::is_same_v<T, Element>) {
+      return edited != nullptr ? edited : sent;
+    } else {
+      return edited;
+    }
+  }
+  // A vector of Elements from i on, -inf beyond the row.
+  __device__ uint4 Vector(int i) const {
+    if (HasElements()) {
+      const Element* row = Elements();
+      return LoadVector(row + i, (reinterpret_cast<uintptr_t>(row) & 15) == 0, vocab - i,
+                        kMinusInfinities<Element>);
+    }
+    const auto word = [&](int at) {
+      return __float_as_uint(at < vocab ? ToFloat(sent[at]) : -kInfinity);
+    };
+    return {word(i), word(i + 1), word(i + 2), word(i + 3)};  // as f32
   }
 };
 
 // ---- the list ----------------------------------------------------------------------------------
+
+// Sorts n keys, at most the pool's room of them, into places [0, most) of `to`, which may be another
+// block's; `spare` as in EmitByRank. Called by all threads; ends with a barrier passed.
+template <int kThreads>
+__device__ __noinline__ void SortKeys(Key* keys, int n, Key* spare, int most, Key* to) {
+  EmitByRank<kThreads>(keys, n, spare, Finish().pool.select, [&](int rank, Key key) {
+    if (rank < most) to[rank] = key;
+  });
+  __syncthreads();
+}
 
 // Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,
 // in order. Then all that the cluster's blocks wrote there is there. `stream` is what the row was
