@@ -61,8 +61,8 @@ bool Receive(int socket, Received* received) {
   message.msg_control = control.data();
   message.msg_controllen = control.size();
   ssize_t bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  // ECONNRESET: the server has closed the connection without reading the request. This is said once,
-  // before the answer that it sent.
+  // ECONNRESET: the server has closed the connection without reading the request. This is said
+  // once, before the answer that it sent.
   for (int resets = 0; bytes < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0));) {
     bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   }

@@ -21,14 +21,15 @@ namespace logitd::client {
 
 class CudaMemory;
 
-// Where an arena's memory is: on the host, or on a GPU of this machine that both the server and this
-// process can use.
+// Where an arena's memory is: on the host, or on a GPU of this machine that both the server and
+// this process can use.
 enum class ArenaKind { kHost, kCuda };
 
-// A lease and its memory, mapped to be read and written. The lease ends with the object, or with the
-// server; a request that runs then still reads what was there. Another mapping of the host's memory
-// reads zeros soon after the lease has ended, because the server takes its pages back. Writing to rows while a request that names them runs may
-// change that request's answer. Thread-safe, as far as memory is.
+// A lease and its memory, mapped to be read and written. The lease ends with the object, or with
+// the server; a request that runs then still reads what was there. Another mapping of the host's
+// memory reads zeros soon after the lease has ended, because the server takes its pages back.
+// Writing to rows while a request that names them runs may change that request's answer.
+// Thread-safe, as far as memory is.
 class Arena {
  public:
   // Leases at least `bytes` bytes, all zero, from the server that listens at `address`
@@ -39,9 +40,9 @@ class Arena {
 
   // The same, of the kind `kind`. kCuda: `device` is the number of the server's device, or -1: the
   // server chooses. data() is then device memory, in the primary context of its device; kernels of
-  // this process may write it, and must have ended before a request names what they wrote: the server
-  // does not wait for them. UNIMPLEMENTED: the server has no GPU, or is of a version without this.
-  // UNAVAILABLE: also that this machine has no such GPU.
+  // this process may write it, and must have ended before a request names what they wrote: the
+  // server does not wait for them. UNIMPLEMENTED: the server has no GPU, or is of a version without
+  // this. UNAVAILABLE: also that this machine has no such GPU.
   static absl::StatusOr<std::unique_ptr<Arena>> Lease(const std::string& address, int64_t bytes,
                                                       ArenaKind kind, int device = -1,
                                                       absl::Duration timeout = absl::Seconds(10));
@@ -65,9 +66,9 @@ class Arena {
   // Whether any of `bytes` lies in the arena. No bytes: no.
   bool Overlaps(absl::string_view bytes) const;
 
-  // Where a payload lies: `rows` rows of `row_bytes` bytes, either as one run of memory in any number
-  // of pieces, or as one piece for each row at equal distances. INVALID_ARGUMENT: it does not lie in
-  // the arena in one of these ways, or has another size.
+  // Where a payload lies: `rows` rows of `row_bytes` bytes, either as one run of memory in any
+  // number of pieces, or as one piece for each row at equal distances. INVALID_ARGUMENT: it does
+  // not lie in the arena in one of these ways, or has another size.
   absl::StatusOr<v1::SharedRows> Find(const std::vector<absl::string_view>& pieces, int64_t rows,
                                       int64_t row_bytes) const;
 

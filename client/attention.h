@@ -44,10 +44,10 @@ struct AttentionMask {
 // The arrays are the caller's, little-endian, rows without padding, and are not copied. They must
 // not overlap the answer's. LogitsRequest::owner says how long they must live.
 //
-// With an arena, which outlives the call, `scores` must lie in it, one run of memory, and is not sent
-// (of a gradient: `probs` and `d_probs`). If the answer's array lies in it too, the server writes the
-// answer there. After an error it may still do so for a moment: use that memory only for the same
-// call again, or end the lease.
+// With an arena, which outlives the call, `scores` must lie in it, one run of memory, and is not
+// sent (of a gradient: `probs` and `d_probs`). If the answer's array lies in it too, the server
+// writes the answer there. After an error it may still do so for a moment: use that memory only for
+// the same call again, or end the lease.
 struct AttentionSoftmaxRequest {
   v1::DType dtype = v1::DTYPE_F32;
   AttentionShape shape;

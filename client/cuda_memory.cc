@@ -11,8 +11,8 @@
 namespace logitd::client {
 namespace {
 
-// What cuda.h declares, as far as it is used here, so that a build needs no toolkit. The driver keeps
-// these for ever.
+// What cuda.h declares, as far as it is used here, so that a build needs no toolkit. The driver
+// keeps these for ever.
 using Result = int;  // 0: success
 using DevicePointer = unsigned long long;
 struct Location {

@@ -15,13 +15,13 @@
 
 namespace logitd::client {
 
-// A mapping of the memory in the device's primary context, which torch and the CUDA runtime use too.
-// Thread-safe, as far as memory is.
+// A mapping of the memory in the device's primary context, which torch and the CUDA runtime use
+// too. Thread-safe, as far as memory is.
 class CudaMemory {
  public:
   // `fd`: as cuMemExportToShareableHandle gives it; the caller may close it afterwards. `uuid`: of
-  // the device whose memory it is. UNAVAILABLE: there is no driver, or no such device, here. INTERNAL:
-  // the driver refuses it.
+  // the device whose memory it is. UNAVAILABLE: there is no driver, or no such device, here.
+  // INTERNAL: the driver refuses it.
   static absl::StatusOr<std::unique_ptr<CudaMemory>> Map(int fd,
                                                          const std::array<uint8_t, 16>& uuid,
                                                          size_t bytes);
@@ -31,8 +31,8 @@ class CudaMemory {
 
   char* data() const { return data_; }    // in device memory
   int device() const { return device_; }  // as this process counts devices
-  // Copy to or from host memory, between `offset` and the end, and wait for it. INTERNAL: the driver
-  // failed.
+  // Copy to or from host memory, between `offset` and the end, and wait for it. INTERNAL: the
+  // driver failed.
   absl::Status Write(size_t offset, absl::string_view from);
   absl::Status Read(size_t offset, absl::Span<char> to);
 

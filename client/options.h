@@ -10,8 +10,8 @@
 
 namespace logitd::client {
 
-// The defaults outlast a server that starts, or starts again: the waits between the attempts last 3.5
-// to 6 s together, where the server states none.
+// The defaults outlast a server that starts, or starts again: the waits between the attempts last
+// 3.5 to 6 s together, where the server states none.
 struct RetryOptions {
   int max_attempts = 12;  // of one call, the first included; 1 or more
   absl::Duration initial_backoff = absl::Milliseconds(20);
@@ -21,8 +21,8 @@ struct RetryOptions {
 // Batch work runs when the server has no interactive work.
 enum class Priority { kInteractive, kBatch };
 
-// Files are PEM. They must be good when the Client is made, and are read again when they change: the
-// next connection uses what they hold then, open connections stay.
+// Files are PEM. They must be good when the Client is made, and are read again when they change:
+// the next connection uses what they hold then, open connections stay.
 struct TlsOptions {
   std::string ca_file;    // authorities of the server's certificate; empty: those of the system
   std::string cert_file;  // of the client, for mutual TLS, with `key_file`; empty: none
@@ -51,8 +51,9 @@ struct ClientOptions {
   // Names of all calls in the server's log; empty: none. server.proto says what is allowed.
   std::string request_id;
   std::string traceparent;
-  // Where the server refuses most calls of a method for its load, some are refused here and not sent:
-  // RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the server takes.
+  // Where the server refuses most calls of a method for its load, some are refused here and not
+  // sent: RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the server
+  // takes.
   bool throttle = true;
   // Unary calls tell the server the size of their message in their headers: it decides before the
   // message comes.

@@ -39,18 +39,19 @@ struct RingResult {
   std::optional<SampleResult> sample;
 };
 
-// The ring of an arena; an arena has one at most, for as long as its lease. Calls have the parameters,
-// answers and errors of Client::TopK and Client::Sample; no call is tried again. Their rows should
-// lie in the arena: what a request holds must fit into a slot. Used by one thread at a time.
+// The ring of an arena; an arena has one at most, for as long as its lease. Calls have the
+// parameters, answers and errors of Client::TopK and Client::Sample; no call is tried again. Their
+// rows should lie in the arena: what a request holds must fit into a slot. Used by one thread at a
+// time.
 class Ring {
  public:
   // Bytes that a ring takes in the arena.
   static int64_t Bytes(const RingOptions& options);
 
-  // Opens the arena's ring at `offset` of it, a multiple of 64; those bytes are the ring's from here
-  // on. The arena outlives the ring. INVALID_ARGUMENT: it does not lie there. FAILED_PRECONDITION: the
-  // arena has a ring already. UNAVAILABLE: the lease has ended, or the server knows no rings. Otherwise
-  // the server's error, and the arena has no ring.
+  // Opens the arena's ring at `offset` of it, a multiple of 64; those bytes are the ring's from
+  // here on. The arena outlives the ring. INVALID_ARGUMENT: it does not lie there.
+  // FAILED_PRECONDITION: the arena has a ring already. UNAVAILABLE: the lease has ended, or the
+  // server knows no rings. Otherwise the server's error, and the arena has no ring.
   static absl::StatusOr<std::unique_ptr<Ring>> Open(Arena* arena, int64_t offset,
                                                     const RingOptions& options = {});
 
@@ -64,8 +65,8 @@ class Ring {
 
   // The next answer, of any call in flight. `tag` is set for the call's own error too.
   // DEADLINE_EXCEEDED: none came in time, and the calls stay in flight. UNAVAILABLE: the ring has
-  // ended, with all calls in flight; the text says why, where the server said so. FAILED_PRECONDITION:
-  // no call is in flight. These three leave `tag` as it was.
+  // ended, with all calls in flight; the text says why, where the server said so.
+  // FAILED_PRECONDITION: no call is in flight. These three leave `tag` as it was.
   absl::StatusOr<RingResult> Wait(uint64_t* tag, absl::Duration timeout = absl::InfiniteDuration());
 
   // One call from Submit to its answer. FAILED_PRECONDITION: others are in flight.

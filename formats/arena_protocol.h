@@ -1,5 +1,5 @@
-// How a client leases shared memory from a server on its machine: version 1 of the protocol, byte by
-// byte. docs/operations.md says what a client may rely on.
+// How a client leases shared memory from a server on its machine: version 1 of the protocol, byte
+// by byte. docs/operations.md says what a client may rely on.
 //
 // The client connects to a Unix socket of type SOCK_SEQPACKET and sends one ArenaAsk. The server
 // answers with one packet: an ArenaAnswer, then `text_bytes` bytes. If its code is 0, the packet
@@ -12,12 +12,12 @@
 //               the ArenaAnswer, and maps it there.
 // Otherwise the code is one of gRPC's and the text that follows, UTF-8, says why.
 //
-// The connection is the lease: the lease ends when the connection ends, from either side. When it has
-// ended and no call uses it, the server takes all pages out of the memfd, which then reads as zeros
-// also where the client still has it mapped. After the
-// answer it may open a ring (ring_protocol.h), which a CUDA arena has no place for; nothing else is
-// sent on it. Numbers are little-endian, and there is no padding. A refusal may come before the
-// request was read: then a client's first read may fail with ECONNRESET, and the next one returns it.
+// The connection is the lease: the lease ends when the connection ends, from either side. When it
+// has ended and no call uses it, the server takes all pages out of the memfd, which then reads as
+// zeros also where the client still has it mapped. After the answer it may open a ring
+// (ring_protocol.h), which a CUDA arena has no place for; nothing else is sent on it. Numbers are
+// little-endian, and there is no padding. A refusal may come before the request was read: then a
+// client's first read may fail with ECONNRESET, and the next one returns it.
 #ifndef LOGITD_FORMATS_ARENA_PROTOCOL_H_
 #define LOGITD_FORMATS_ARENA_PROTOCOL_H_
 

@@ -15,14 +15,15 @@
 //
 // Submission number n (from 0) goes to slot n % slots. The client writes all of it, then its phase:
 // RingPhase(n, slots). The server takes submissions in order as their phases appear. Completion
-// number n goes to slot n % slots of the completions in the same way; completions come in any order,
-// and `tag` tells which submission one answers. At most `slots` submissions may be without a completion that the
-// client has read: so a slot is free when it is needed again, and neither side reads an index of
-// the other. A phase is one byte, so it is never half-written.
+// number n goes to slot n % slots of the completions in the same way; completions come in any
+// order, and `tag` tells which submission one answers. At most `slots` submissions may be without a
+// completion that the client has read: so a slot is free when it is needed again, and neither side
+// reads an index of the other. A phase is one byte, so it is never half-written.
 //
-// Doorbells are packets of one byte on the connection, in both directions. A side that is about to sleep
-// sets its byte `..._asleep` to 1, looks at the next phase once more, waits for a packet, and sets
-// the byte to 0. A side that has written a phase looks at the other's byte, and sends a packet if it is not
+// Doorbells are packets of one byte on the connection, in both directions. A side that is about to
+// sleep sets its byte `..._asleep` to 1, looks at the next phase once more, waits for a packet, and
+// sets the byte to 0. A side that has written a phase looks at the other's byte, and sends a packet
+// if it is not
 // 0. Between a write and the look that follows it stands a full memory fence, on both sides.
 // A doorbell too many does no harm. No descriptor is shared for this: a peer that shares one (an
 // eventfd) can change its flags, and so make the other's write wait.
@@ -30,8 +31,8 @@
 // The server checks the head of a submission: an unknown method, a priority, bytes beyond the slot
 // or a field that must be 0 ends the ring; so does any packet that is not a doorbell, for
 // instance a second RingAsk. It says so with one more RingAnswer, and ends the lease.
-// A doorbell may be unread then: the client's first read may fail with ECONNRESET, the next one works.
-// What is wrong inside a message is an error of that call only, as over gRPC.
+// A doorbell may be unread then: the client's first read may fail with ECONNRESET, the next one
+// works. What is wrong inside a message is an error of that call only, as over gRPC.
 //
 // Numbers are little-endian.
 #ifndef LOGITD_FORMATS_RING_PROTOCOL_H_

@@ -1,4 +1,5 @@
-// Names that a caller gives to its call, so that it can be found in logs. server.proto says how they travel.
+// Names that a caller gives to its call, so that it can be found in logs. server.proto says how
+// they travel.
 #ifndef LOGITD_FORMATS_TRACE_CONTEXT_H_
 #define LOGITD_FORMATS_TRACE_CONTEXT_H_
 

@@ -71,9 +71,9 @@ struct AttentionMask {
 // rounded once together or each, and a score below 2^-126 may count as 0. Sources: Milakov &
 // Gimelshein, arXiv:1805.02867; sinks: Xiao et al., arXiv:2309.17453.
 //
-// All pointers are in the memory of the backend that runs the op. On CUDA, tensors are read in aligned
-// blocks of 16 bytes. So up to 15 bytes before and after a tensor are read too, but not used, and the
-// memory around it must be readable to the next multiple of 16 bytes.
+// All pointers are in the memory of the backend that runs the op. On CUDA, tensors are read in
+// aligned blocks of 16 bytes. So up to 15 bytes before and after a tensor are read too, but not
+// used, and the memory around it must be readable to the next multiple of 16 bytes.
 struct AttentionSoftmaxArgs {
   AttentionShape shape;
   TensorView scores;   // [shape.rows, keys], f32 | f16 | bf16

@@ -34,7 +34,8 @@ struct DeviceInfo {
 
 // A piece of host memory and its counterpart on the device. On CUDA `host` is pinned, for all
 // devices of the process; on the CPU both are the same address. Streams also take a slab that pairs
-// the `host` of one slab with the `device` of another one, as long as `device` is their own device's.
+// the `host` of one slab with the `device` of another one, as long as `device` is their own
+// device's.
 struct Slab {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
@@ -80,11 +81,11 @@ struct StreamTimes {
 // An in-order queue of copies and ops with its own scratch memory. Used by one thread at a time,
 // which may use streams of other devices in between.
 //
-// Calls return before their work ends, and some work begins in Wait (the CPU backend computes before
-// it returns). Order of use between two Waits: Upload*, ops, Download*. In another order each call
-// still comes after those before it, but it costs more, and the times are not those of the phases.
-// Errors: INTERNAL, the device is lost and the process must end; UNAVAILABLE, this work failed and
-// later work may succeed.
+// Calls return before their work ends, and some work begins in Wait (the CPU backend computes
+// before it returns). Order of use between two Waits: Upload*, ops, Download*. In another order
+// each call still comes after those before it, but it costs more, and the times are not those of
+// the phases. Errors: INTERNAL, the device is lost and the process must end; UNAVAILABLE, this work
+// failed and later work may succeed.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -103,14 +104,15 @@ class Stream {
     return absl::UnimplementedError("gather: this backend has no such op");
   }
 
-  // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host memory
-  // that PinHost has pinned. In the order of use it counts as a Download. UNIMPLEMENTED: as Gather.
+  // Copies `bytes` bytes of device memory to `to`, which is memory of the device too, or host
+  // memory that PinHost has pinned. In the order of use it counts as a Download. UNIMPLEMENTED: as
+  // Gather.
   virtual absl::Status Deliver(std::byte* to, const std::byte* from, size_t bytes) {
     return absl::UnimplementedError("deliver: this backend has no such op");
   }
 
-  // Runs the op of these arguments, which are read before it returns. UNIMPLEMENTED: this backend has
-  // no such op.
+  // Runs the op of these arguments, which are read before it returns. UNIMPLEMENTED: this backend
+  // has no such op.
   template <class Args>
   absl::Status Run(const Args& args) {
     return RunOp(&args);
@@ -145,9 +147,9 @@ class Backend {
   virtual void FreeDevice(const DeviceMemory& memory) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> CreateStream(StreamUse use = StreamUse::kOps) = 0;
 
-  // Device memory of at least `bytes` bytes, all zero, that other processes can use. The device gets
-  // it back when it is freed here and every other process has let go of it. RESOURCE_EXHAUSTED: there
-  // is not enough. UNIMPLEMENTED: this device shares no memory.
+  // Device memory of at least `bytes` bytes, all zero, that other processes can use. The device
+  // gets it back when it is freed here and every other process has let go of it.
+  // RESOURCE_EXHAUSTED: there is not enough. UNIMPLEMENTED: this device shares no memory.
   virtual absl::StatusOr<SharedDeviceMemory> AllocateShared(size_t bytes) {
     return absl::UnimplementedError("this device shares no memory");
   }

@@ -10,8 +10,8 @@
 namespace logitd {
 
 // `peers` and `nccl` say whether the devices can exchange so: OK, or why not. They are asked only
-// where `wanted` allows that way, peers first. The result is never kAuto. FAILED_PRECONDITION: no way
-// is left, and the text says why for each; INTERNAL: a device has failed.
+// where `wanted` allows that way, peers first. The result is never kAuto. FAILED_PRECONDITION: no
+// way is left, and the text says why for each; INTERNAL: a device has failed.
 absl::StatusOr<ShardExchange> ChooseExchange(ShardExchange wanted,
                                              absl::FunctionRef<absl::Status()> peers,
                                              absl::FunctionRef<absl::Status()> nccl);

@@ -44,7 +44,7 @@ struct CrossEntropyRow {
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
 
-// Whether a row is ignored and asks for nothing but its loss, which is 0.
+// True where a row is ignored and asks only for its loss, which is 0.
 constexpr bool AsksForNothing(const CrossEntropyRow& row) {
   return row.target == kIgnoredTarget && row.want == 0 && row.top_logprobs == 0 &&
          row.extra_count == 0;
@@ -103,9 +103,9 @@ struct CrossEntropyAnswers {
 // SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double precision, from
 // the same logits: |logsumexp error| <= 2e-6 max(1, |logsumexp|); |error| <= 4e-6 max(1, m) for
 // losses, log-probabilities and entropies, with m the largest of |x_t|, |mean x| and |logsumexp|
-// (with z_loss times 1 + 2 z_loss m). At a temperature below kLeastTemperature max(1, softcap), where
-// logits are less than 1e-33 max(1, softcap) apart, logsumexp and what follows from it may be off by
-// ln V. Sources: Milakov & Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et al.,
+// (with z_loss times 1 + 2 z_loss m). At a temperature below kLeastTemperature max(1, softcap),
+// where logits are less than 1e-33 max(1, softcap) apart, logsumexp and what follows from it may be
+// off by ln V. Sources: Milakov & Gimelshein, arXiv:1805.02867; label smoothing: Szegedy et al.,
 // arXiv:1512.00567; z-loss: Chowdhery et al., arXiv:2204.02311.
 //
 // All pointers are in the memory of the backend that runs the op.
@@ -113,21 +113,21 @@ struct CrossEntropyArgs {
   TensorView logits;                      // [rows, vocab], f32 | f16 | bf16
   const CrossEntropyRow* rows = nullptr;  // [rows]
   const int32_t* extra_ids = nullptr;     // token ids whose log-probability is wanted, of all rows
-  // What any row wants, the largest top_logprobs and the largest extra_count, or more. They pick the
-  // variant, never the bits.
+  // The wants of any row, the largest top_logprobs and the largest extra_count, or more. They pick
+  // the variant, never the bits.
   int32_t want = kWantRank | kWantEntropy;
   int32_t max_top_logprobs = kMaxTopLogprobs;
   int32_t max_extra_ids = kMaxExtraIds;
   // -1: every active row has all its answers. Else rows for which AsksForNothing() are left out:
-  // whatever their input holds, their status is kOk and their loss, logsumexp and other answers are 0.
-  // Then it is the number of the other active rows, which the host knows, or more, and ops on hidden
-  // states may multiply only so many. With fewer than there are, answers are unspecified. Other rows
-  // have the bits they always have.
+  // whatever their input holds, their status is kOk and their loss, logsumexp and other answers are
+  // 0. Then it is the number of the other active rows, which the host knows, or more, and ops on
+  // hidden states may multiply only so many. With fewer than there are, answers are unspecified.
+  // Other rows have the bits they always have.
   int64_t counted_rows = -1;
   CrossEntropyAnswers answers;
 };
 
-// Whether a row is left out, and the answers it then has.
+// True where a row is left out; and the answers it then has.
 constexpr bool IsLeftOut(const CrossEntropyArgs& args, const CrossEntropyRow& row) {
   return args.counted_rows >= 0 && AsksForNothing(row);
 }

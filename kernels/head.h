@@ -30,9 +30,9 @@ struct HeadView {
   float norm_epsilon = 0.0f;    // finite, >= 0
   float scale = 1.0f;           // finite
   float softcap = 0.0f;         // finite, >= 0; 0 = off
-  // The part on each device, where the head is cut over several (kernels/shards.h). Then `weight` has
-  // the shape of the whole head and no data, bias and norm have no data either, and only a stream
-  // over those devices takes the head (kernels/sharded_stream.h). Null: the head is whole.
+  // The part on each device, where the head is cut over several (kernels/shards.h). Then `weight`
+  // has the shape of the whole head and no data, bias and norm have no data either, and only a
+  // stream over those devices takes the head (kernels/sharded_stream.h). Null: the head is whole.
   const HeadView* shards = nullptr;
   int shard_count = 0;
 

@@ -34,9 +34,9 @@ struct LinearSampleArgs {
   TensorView hidden;  // as in LinearTopKArgs
   HeadView head;
   SampleArgs sample;
-  // The largest KeptTokens (kernels/sampling_rules.h) of all rows; 0: unknown, or a row has 0. It tells
-  // devices that have to exchange what they know how little is enough: it picks the way, never the
-  // bits.
+  // The largest KeptTokens (kernels/sampling_rules.h) of all rows; 0: unknown, or a row has 0. It
+  // tells devices that have to exchange what they know how little is enough: it picks the way,
+  // never the bits.
   int32_t max_kept = 0;
 };
 
@@ -59,12 +59,12 @@ inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t
 // a whole. d_hidden = scale G weight, d_weight = scale G^T hidden, d_bias = sum over rows of G.
 // Sums are fp32; blocks of G may be rounded to the weight's dtype before the products, and 16-bit
 // results are rounded once more. The head has no norm. A row of d_hidden has bits of its own;
-// d_weight and d_bias sum over rows, in an order fixed by the number of rows, or where counted_rows is
-// not -1 by which rows are counted.
+// d_weight and d_bias sum over rows, in an order fixed by the number of rows, or where counted_rows
+// is not -1 by which rows are counted.
 //
-// f16 has few exponents. Under an f16 weight an element of G may also be off by 2^-37 b, where b of its
-// row is |upstream / temperature| (|1 + 2 z_loss logsumexp| + 1); and in d_weight an element of the row's
-// hidden state by 2^-24 B / b, where B is the largest b of all rows.
+// f16 has few exponents. Under an f16 weight an element of G may also be off by 2^-37 b, where b of
+// its row is |upstream / temperature| (|1 + 2 z_loss logsumexp| + 1); and in d_weight an element of
+// the row's hidden state by 2^-24 B / b, where B is the largest b of all rows.
 //
 // Ignored and skipped rows add nothing; d_hidden of an ignored row is zeros, of a skipped row it is
 // not written. A row whose logsumexp is not finite makes its d_hidden, and all d_weight and d_bias,
@@ -83,8 +83,9 @@ struct LinearCrossEntropyBackwardArgs {
 
 // linear_cross_entropy, then its backward with the logsumexp just written, in one call that may
 // make the logits once for both. Answers, statuses and accuracy are those of the two ops, except
-// that G may have two roundings to the weight's dtype: of probabilities, and of its other factors. A
-// hidden state's elements below 2^-66, or of 2^97 and more, may lose digits or overflow in d_weight.
+// that G may have two roundings to the weight's dtype: of probabilities, and of its other factors.
+// A hidden state's elements below 2^-66, or of 2^97 and more, may lose digits or overflow in
+// d_weight.
 //
 // Rows want no rank, entropy, top tokens or extra ids. No output overlaps another or an input, as
 // d_weight may serve as scratch before it holds gradients. Among calls with the same head and

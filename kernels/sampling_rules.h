@@ -26,8 +26,8 @@ inline constexpr int32_t kMaxTopLogprobs = 128;
 inline constexpr int32_t kMaxExtraIds = 1024;
 inline constexpr int32_t kMaxHistory = 1 << 20;
 
-// What one row asks for, and where its lists and answers are. All bytes zero: the row is skipped,
-// and nothing is written for it.
+// One row's parameters, and the places of its lists and answers. All bytes zero: the row is
+// skipped, and nothing is written for it.
 struct SampleRow {
   uint64_t seed;              // the sequence of random numbers
   uint64_t position;          // the place in it; a decode loop counts it up

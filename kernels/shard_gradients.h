@@ -10,25 +10,26 @@
 namespace logitd {
 
 // The backward of linear_cross_entropy has two halves, as the ops of kernels/shards.h have. The
-// gradients of a shard's weight and bias stay with the shard: each needs only the rows' hidden states,
-// and their logsumexp, which the merge of the forward gives. d_hidden is a sum over all tokens: each
-// shard writes the part of its own, in fp32, one exchange gathers the parts of all, in the order of
-// the shards, and the merge adds them in that order.
+// gradients of a shard's weight and bias stay with the shard: each needs only the rows' hidden
+// states, and their logsumexp, which the merge of the forward gives. d_hidden is a sum over all
+// tokens: each shard writes the part of its own, in fp32, one exchange gathers the parts of all, in
+// the order of the shards, and the merge adds them in that order.
 //
 // Bits are the same from run to run. On the CPU d_weight and d_bias are those of one device,
 // whatever the number of shards. d_hidden is not, as fp32 sums begin anew with every shard, and on
 // CUDA neither is d_weight, as the products have other shapes. The accuracy is that of one device,
 // with one more rounding of d_hidden for each shard. An exchange that adds the parts in another
-// order, as an all-reduce does, is as good; its bits are its own. linear_cross_entropy_training has no
-// halves: a ShardedStream (kernels/sharded_stream.h) runs it, others the forward and the backward.
+// order, as an all-reduce does, is as good; its bits are its own. linear_cross_entropy_training has
+// no halves: a ShardedStream (kernels/sharded_stream.h) runs it, others the forward and the
+// backward.
 
 // Writes the gradients of one shard.
 struct LinearCrossEntropyBackwardPartialArgs {
   int shard = 0;  // its index
   VocabShards shards;
-  // As in LinearCrossEntropyBackwardArgs, with the head, d_weight [tokens, hidden] and d_bias [tokens]
-  // of the shard, and its part of d_hidden: f32 [rows, hidden]. Skipped rows of the part are
-  // unspecified.
+  // As in LinearCrossEntropyBackwardArgs, with the head, d_weight [tokens, hidden] and d_bias
+  // [tokens] of the shard, and its part of d_hidden: f32 [rows, hidden]. Skipped rows of the part
+  // are unspecified.
   LinearCrossEntropyBackwardArgs gradient;
 };
 

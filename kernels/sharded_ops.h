@@ -1,5 +1,6 @@
-// The linear ops of a ShardedStream, for devices of any kind: rows of a call go through the partials of
-// all devices, an exchange and a merge (kernels/shards.h), as many at a time as there is room for.
+// The linear ops of a ShardedStream, for devices of any kind: rows of a call go through the
+// partials of all devices, an exchange and a merge (kernels/shards.h), as many at a time as there
+// is room for.
 #ifndef LOGITD_KERNELS_SHARDED_OPS_H_
 #define LOGITD_KERNELS_SHARDED_OPS_H_
 
@@ -19,8 +20,8 @@
 
 namespace logitd {
 
-// What devices read of rows: hidden states, the parameters of as many rows, and the extra ids that
-// those name. Null: not read.
+// The inputs of rows that devices read: hidden states, the parameters of as many rows, and the
+// extra ids that those name. Null: not read.
 struct ShardInputs {
   TensorView hidden;
   const void* rows = nullptr;
@@ -81,7 +82,8 @@ class ShardedOps : public ShardedStream {
   virtual absl::Status BeginStep(const ShardInputs& inputs, size_t block_bytes) = 0;
   // Runs the part on all devices, at the same time. `again`: the inputs are those of the last part.
   virtual absl::Status OnAll(const ShardInputs& inputs, bool again, const Part& part) = 0;
-  // What the first device does next has the blocks of all devices, or their targets, each of `bytes`.
+  // Later work of the first device has the blocks of all devices, or their targets, each of
+  // `bytes`.
   virtual absl::Status ExchangeBlocks(size_t bytes) = 0;
   virtual absl::Status ExchangeTargets(size_t bytes) = 0;
   virtual const std::byte* blocks() const = 0;  // of all shards, on the first device
@@ -121,8 +123,8 @@ class ShardedOps : public ShardedStream {
         args.hidden, args.head, shape, args.cross_entropy);
   }
 
-  // Runs an op: its partials write blocks of `shape`, whose rows are set here. `args`: those of the op
-  // on logits, for all rows.
+  // Runs an op: its partials write blocks of `shape`, whose rows are set here. `args`: those of the
+  // op on logits, for all rows.
   template <class PartialArgs, class MergeArgs, class Shape, class Args>
   absl::Status OnShards(const TensorView& hidden, const HeadView& head, Shape shape,
                         const Args& args) {

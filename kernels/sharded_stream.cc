@@ -67,8 +67,8 @@ class Gang {
   Gang& operator=(const Gang&) = delete;
 
   // Calls body(i) for each device i at the same time, and `look` about every millisecond. Returns
-  // nothing when all calls have returned; else, `hang_after` after the first that has, the indices of
-  // those that have not. Nothing may be run after that.
+  // nothing when all calls have returned; else, `hang_after` after the first that has, the indices
+  // of those that have not. Nothing may be run after that.
   std::vector<int> Run(std::function<void(int)> body, absl::Duration hang_after,
                        absl::FunctionRef<void()> look) {
     if (threads_.empty()) {

@@ -12,7 +12,8 @@
 namespace logitd {
 namespace {
 
-// The cores that a group's cpu.max allows, "QUOTA PERIOD" in microseconds; infinite without a quota.
+// The cores that a group's cpu.max allows, "QUOTA PERIOD" in microseconds; infinite without a
+// quota.
 double CoresOf(const std::filesystem::path& group) {
   std::ifstream file(group / "cpu.max");
   double quota = 0;

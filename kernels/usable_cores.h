@@ -7,7 +7,8 @@
 namespace logitd {
 
 // The least of what the affinity mask (`taskset`, a cpuset) and the quotas of the process's control
-// groups (`docker run --cpus`, a Kubernetes limit) allow; a part of a core counts as one. At least 1.
+// groups (`docker run --cpus`, a Kubernetes limit) allow; a part of a core counts as one. At least
+// 1.
 int UsableCores();
 
 // What the quotas allow, whatever the mask is; 0: there is none. `root` stands before /proc and

@@ -22,8 +22,9 @@
 
 namespace logitd {
 
-// How many connections may be open, of what descriptors leases leave. A lease has two, its memory and
-// its connection, and its ring two more: a copy of the connection, and the event that wakes its thread.
+// How many connections may be open, of what descriptors leases leave. A lease has two, its memory
+// and its connection, and its ring two more: a copy of the connection, and the event that wakes its
+// thread.
 absl::StatusOr<int64_t> MaxConnections(const Config& config);
 
 // The files that say who may come in, as they are now.

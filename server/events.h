@@ -8,8 +8,8 @@
 
 namespace logitd {
 
-// Signals, and the loss of the last device. Created before any other thread, so that all threads inherit
-// the blocked signals.
+// Signals, and the loss of the last device. Created before any other thread, so that all threads
+// inherit the blocked signals.
 class Events {
  public:
   enum Kind { kNothing, kSignal, kLost };

@@ -17,8 +17,8 @@ constexpr int kDeviceLost = 3;
 // Longest time for the process to end after the device was lost, even if its driver hangs.
 constexpr unsigned kDeviceLostSeconds = 10;
 
-// Whether the fault is in a flag, or in a file that a flag names: a later start would fail in the same
-// way. An address in use, memory, or a device that does not answer may be there later.
+// Whether the fault is in a flag, or in a file that a flag names: a later start would fail in the
+// same way. An address in use, memory, or a device that does not answer may be there later.
 bool IsBadInput(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsNotFound(status) ||
          absl::IsPermissionDenied(status) || absl::IsFailedPrecondition(status) ||

@@ -1,5 +1,5 @@
-// logitd. Exit codes: 0 drained, 1 could not start, 2 a bad flag or file, 3 all devices were lost, or one does
-// not end a batch (the orchestrator should start a new process).
+// logitd. Exit codes: 0 drained, 1 could not start, 2 a bad flag or file, 3 all devices were lost,
+// or one does not end a batch (the orchestrator should start a new process).
 #include <stdlib.h>
 
 #include <cstdlib>

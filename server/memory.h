@@ -17,7 +17,8 @@ int64_t MachineMemory();
 int64_t UsableMemory(int64_t machine_bytes, const std::string& proc = "/proc/self/cgroup",
                      const std::string& groups = "/sys/fs/cgroup");
 
-// The most host memory of a server, in bytes, by what it is for: the sum of docs/operations.md, "Memory".
+// The most host memory of a server, in bytes, by what it is for: the sum of docs/operations.md,
+// "Memory".
 struct HostMemory {
   int64_t slabs = 0;     // and for GPUs PlacesBytes
   int64_t messages = 0;  // charged to calls: messages, their lists, answers
@@ -35,7 +36,8 @@ struct HostMemory {
   std::string Text(int64_t usable_bytes) const;
 };
 
-// The range of engine::Places. On the CPU its memory is what `messages` counts; for GPUs it is pinned.
+// The range of engine::Places. On the CPU its memory is what `messages` counts; for GPUs it is
+// pinned.
 int64_t PlacesBytes(const Config& config, bool cpu);
 
 // `cpu`: the devices are the CPU backend's. `max_head_bytes`: of each device.

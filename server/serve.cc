@@ -66,7 +66,8 @@ constexpr int64_t kReceiveShare = 10;
 // Time for a running batch to end after the grace.
 constexpr absl::Duration kLastBatch = absl::Seconds(5);
 
-// The parts of the server, in the order in which they start. They are destroyed in the reverse order.
+// The parts of the server, in the order in which they start. They are destroyed in the reverse
+// order.
 struct Parts {
   Events events;
   const int cores = UsableCores();
@@ -101,9 +102,10 @@ struct Parts {
 
 // ---- before the start
 
-// Answers of megabytes come and go: returning their memory to the system and faulting it in again each
-// time takes as long as writing them. One arena for each core, because threads wait for each other in
-// one that they share; no more, because one arena cannot use memory that another keeps free.
+// Answers of megabytes come and go: returning their memory to the system and faulting it in again
+// each time takes as long as writing them. One arena for each core, because threads wait for each
+// other in one that they share; no more, because one arena cannot use memory that another keeps
+// free.
 void TuneMalloc(int cores) {
   mallopt(M_ARENA_MAX, std::max(2, cores));
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
@@ -111,8 +113,8 @@ void TuneMalloc(int cores) {
   mallopt(M_TOP_PAD, 16 << 20);
 }
 
-// Debian's Abseil looks for deadlocks at every lock. In a profile of refused calls that was 4 to 7% of
-// the samples.
+// Debian's Abseil looks for deadlocks at every lock. In a profile of refused calls that was 4 to 7%
+// of the samples.
 void TuneMutexes() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
 
 // Forks a process, so it comes before threads, devices and memory.
@@ -153,8 +155,8 @@ std::vector<int> NumbersOf(const engine::Devices& devices) {
   return numbers;
 }
 
-// The most memory of heads on each device. On the CPU it is memory of the host, where more than there
-// is ends the process instead of failing the load.
+// The most memory of heads on each device. On the CPU it is memory of the host, where more than
+// there is ends the process instead of failing the load.
 int64_t MaxHeadBytes(const Config& config, const engine::Devices& devices) {
   if (config.max_head_bytes > 0) return config.max_head_bytes;
   if (devices.info(0).backend != "cpu") return std::numeric_limits<int64_t>::max();
@@ -350,8 +352,8 @@ absl::Status StartServer(const Config& config, Parts& parts) {
 
 // ---- until the end
 
-// Serves until something ends it. Health is NOT_SERVING while no device moves: every stream has been
-// in one slice for --stall-timeout.
+// Serves until something ends it. Health is NOT_SERVING while no device moves: every stream has
+// been in one slice for --stall-timeout.
 Events::Kind ServeUntilEvent(const Config& config, Events& events, const engine::Engine& engine,
                              rpc::RpcServer& server) {
   bool serving = true;

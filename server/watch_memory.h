@@ -15,9 +15,9 @@
 
 namespace logitd {
 
-// Watches the memory of the process from here on. docs/operations.md ("The last guard") says what it
-// may have besides `base`, which is ResidentBytes() before the server started. Leases have a limit of
-// their own.
+// Watches the memory of the process from here on. docs/operations.md ("The last guard") says what
+// it may have besides `base`, which is ResidentBytes() before the server started. Leases have a
+// limit of their own.
 std::unique_ptr<MemoryWatch> WatchMemory(const Config& config, const engine::Devices& devices,
                                          int64_t base, const engine::Admission& admission,
                                          const engine::Metrics& metrics,

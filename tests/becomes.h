@@ -9,7 +9,8 @@
 
 namespace logitd::testing {
 
-// False: the condition has not become true in time, which only a defect or a very busy machine explains.
+// False: the condition has not become true in time, which only a defect or a very busy machine
+// explains.
 inline bool Becomes(const std::function<bool()>& condition) {
   const absl::Time end = absl::Now() + absl::Seconds(20);
   while (!condition()) {

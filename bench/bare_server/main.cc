@@ -1,5 +1,5 @@
-// bare_server: server/http2 alone. It answers each call at once, so that load_bench and h2load measure the transport.
-// The difference to logitd is the cost of everything else.
+// bare_server: server/http2 alone. It answers each call at once, so that load_bench and h2load
+// measure the transport. The difference to logitd is the cost of everything else.
 #include <signal.h>
 
 #include <CLI/CLI.hpp>

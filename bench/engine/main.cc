@@ -1,5 +1,6 @@
-// engine_bench: the engine's own cost of a job. Each job is one row of an op that does nothing, on the CPU backend.
-// Prints processor time and wall time for each job, by jobs in flight. Needs no server.
+// engine_bench: the engine's own cost of a job. Each job is one row of an op that does nothing, on
+// the CPU backend. Prints processor time and wall time for each job, by jobs in flight. Needs no
+// server.
 #include <sys/resource.h>
 
 #include <atomic>

@@ -212,8 +212,8 @@ absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Input
 
 absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {
   Arrays arrays(device);
-  // The device's normals are one sequence, which is the weights too: from half a row on, no state is a
-  // token's weights, whose logit would be far above all others.
+  // The device's normals are one sequence, which is the weights too: from half a row on, no state
+  // is a token's weights, whose logit would be far above all others.
   std::byte* const states = arrays.Normals(c.dtype, (c.rows + 1) * c.hidden);
   const auto half = static_cast<size_t>(c.hidden / 2) * SizeOf(c.dtype);
   const TensorView hidden =

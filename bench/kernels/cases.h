@@ -59,7 +59,8 @@ struct AttentionCase {
   double FloorBytes() const;  // reads what the rows see, writes all keys
 };
 
-// Training is loss and gradient in one call; kTwoCalls is the same by cross_entropy and its backward.
+// Training is loss and gradient in one call; kTwoCalls is the same by cross_entropy and its
+// backward.
 enum class LossOp { kForward, kBackward, kTwoCalls, kTraining };
 struct CrossEntropyCase {
   int64_t rows;
@@ -89,8 +90,8 @@ struct HeadCase {
 
 using Case = std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, HeadCase>;
 
-// What a peer takes for the same work on an H200 (bench/results/h200/peers.json says which card, and
-// when), and what we set out to reach there.
+// The time of a peer for the same work on an H200 (bench/results/h200/peers.json says which card,
+// and when), and our goals there.
 struct Anchor {
   const char* peer = "";
   double peer_us = 0;

@@ -221,8 +221,8 @@ void PrintGrid(absl::Span<const SweepFigure> figures, absl::Span<const double> r
   }
 }
 
-// Times the sweep's shapes whose "<grid> <rows>x<length>" contains one of `only`, prints the worst of
-// each grid, and adds all to `out`. Returns how many failed.
+// Times the sweep's shapes whose "<grid> <rows>x<length>" contains one of `only`, prints the worst
+// of each grid, and adds all to `out`. Returns how many failed.
 int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json& out) {
   absl::PrintF("%-31s %16s %7s %8s\n", "matrices or rows x length", "floor us", "share",
                "of its neighbours'");
@@ -254,8 +254,8 @@ int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json&
 }
 
 #if LOGITD_WITH_CUDA
-// Times every form of the planner that fits, over the sweep's shapes of softmax_topk and cross_entropy, for
-// fit_plans.py. Returns how many failed.
+// Times every form of the planner that fits, over the sweep's shapes of softmax_topk and
+// cross_entropy, for fit_plans.py. Returns how many failed.
 int RunForms(Bench& bench, const std::vector<std::string>& only, std::ofstream out) {
   constexpr int kMostForms = 16;
   constexpr int kMostBlocks = 8;

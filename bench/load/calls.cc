@@ -100,8 +100,8 @@ class SoftmaxCall final : public Call {
   const client::AttentionSoftmaxRequest request_;
 };
 
-// A call through rings, as many as run at the same time. Each has its lease, with a copy of the rows
-// of `request` and the ring after it.
+// A call through rings, as many as run at the same time. Each has its lease, with a copy of the
+// rows of `request` and the ring after it.
 template <typename Request, auto run>
 class RingCallOf final : public Call {
  public:
@@ -182,7 +182,8 @@ class RingCallOf final : public Call {
 using TopKRingCall = RingCallOf<client::TopKRequest, &client::Ring::TopK>;
 using SampleRingCall = RingCallOf<client::SampleRequest, &client::Ring::Sample>;
 
-// Sample through SampleStream, a stream for each call in flight, which lives until the scenario ends.
+// Sample through SampleStream, a stream for each call in flight, which lives until the scenario
+// ends.
 class SampleStreamCall final : public Call {
  public:
   SampleStreamCall(client::SampleRequest request, int64_t payload_bytes,

@@ -1,5 +1,5 @@
-// The calls of a scenario, ready to be sent, by every way there is: rows that are sent, that lie in leased
-// memory, through a ring or through a stream.
+// The calls of a scenario, ready to be sent, by every way there is: rows that are sent, that lie in
+// leased memory, through a ring or through a stream.
 #ifndef LOGITD_BENCH_LOAD_CALLS_H_
 #define LOGITD_BENCH_LOAD_CALLS_H_
 
@@ -38,8 +38,8 @@ class Call {
 };
 using Calls = std::vector<std::unique_ptr<Call>>;
 
-// One part of the mix. `head` is null for logits. Errors: the server gives no memory, where the scenario
-// has rows in it.
+// One part of the mix. `head` is null for logits. Errors: the server gives no memory, where the
+// scenario has rows in it.
 absl::StatusOr<std::unique_ptr<Call>> MakeCall(const Scenario& scenario, Op op,
                                                const v1::Head* head);
 

@@ -26,8 +26,8 @@ struct MixPart {
 };
 std::string NameOf(const MixPart& part);  // "topk", "hidden_sample"
 
-// "topk=3,sample=1,hidden_score" with weights of 1 where they are missing. INVALID_ARGUMENT: what it
-// got, what is allowed.
+// "topk=3,sample=1,hidden_score" with weights of 1 where they are missing. INVALID_ARGUMENT: what
+// it got, what is allowed.
 absl::StatusOr<std::vector<MixPart>> ParseMix(const std::string& text);
 
 struct Scenario {
@@ -42,9 +42,9 @@ struct Scenario {
   // Closed loop (rate 0): every connection keeps this many requests in flight. Open loop: not used.
   int in_flight = 1;
   // Open loop: requests per second over all connections. Every connection has its own share of them
-  // with its own exponential gaps, sent whether or not earlier ones were answered. A latency counts from the moment the request was due, not from when
-  // it was sent, so that a stalled server does not hide the requests that it delayed (coordinated
-  // omission).
+  // with its own exponential gaps, sent whether or not earlier ones were answered. A latency counts
+  // from the moment the request was due, not from when it was sent, so that a stalled server does
+  // not hide the requests that it delayed (coordinated omission).
   double rate = 0;
   // Closed loop: come back after the server's delay when refused; the latency then includes the
   // waits. Otherwise a refusal is an error like any other.
@@ -56,11 +56,11 @@ struct Scenario {
   // Calls go through rings of leased memory, a ring for each call in flight. With `arena`, in a
   // closed loop.
   bool ring = false;
-  // How long a ring's caller looks for its answer before it sleeps. With more callers than cores, those
-  // that look take time from those that work.
+  // How long a ring's caller looks for its answer before it sleeps. With more callers than cores,
+  // those that look take time from those that work.
   absl::Duration ring_spin = absl::Milliseconds(1);
-  // Samples go through SampleStream, a stream for each call in flight, without deadlines. In a closed
-  // loop.
+  // Samples go through SampleStream, a stream for each call in flight, without deadlines. In a
+  // closed loop.
   bool stream = false;
   client::Priority priority = client::Priority::kInteractive;
   bool state_sizes = true;  // see client::ClientOptions
@@ -90,9 +90,9 @@ struct Measured {
   int64_t server_peak_bytes = 0;  // resident, during the scenario; 0: not known
 };
 
-// Runs one scenario against the server of `target`. `server_pid` (0: not known) is the server's process on this
-// machine, whose peak of resident memory is read. Fails only for options that cannot work; a failed
-// call is a count in `errors`.
+// Runs one scenario against the server of `target`. `server_pid` (0: not known) is the server's
+// process on this machine, whose peak of resident memory is read. Fails only for options that
+// cannot work; a failed call is a count in `errors`.
 absl::StatusOr<Measured> RunScenario(const Scenario& scenario, const client::ClientOptions& target,
                                      int server_pid);
 

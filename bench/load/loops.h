@@ -1,5 +1,5 @@
-// How calls are sent: in a closed loop each caller waits for its answer, in an open loop calls come when they
-// are due.
+// How calls are sent: in a closed loop each caller waits for its answer, in an open loop calls come
+// when they are due.
 #ifndef LOGITD_BENCH_LOAD_LOOPS_H_
 #define LOGITD_BENCH_LOAD_LOOPS_H_
 
@@ -36,9 +36,9 @@ struct Window {
   bool Holds(Clock::time_point t) const { return t >= begin && t < end; }
 };
 
-// Both run until the window's end, with a call of `calls` for each part of the mix, and return what was
-// seen. In a closed loop answers in the window count, in an open loop arrivals: a server that falls behind
-// answers late.
+// Both run until the window's end, with a call of `calls` for each part of the mix, and return what
+// was seen. In a closed loop answers in the window count, in an open loop arrivals: a server that
+// falls behind answers late.
 std::vector<Recorder> ClosedLoop(const Scenario& scenario, const Calls& calls,
                                  const std::vector<std::unique_ptr<client::Client>>& clients,
                                  const Window& window);

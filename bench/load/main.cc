@@ -92,7 +92,8 @@ constexpr Shape kOverloadShapes[] = {{"1x131072_k20000", 1, 131072, 20000},
 // For a server with a device: the cost of a call is its way to the device.
 constexpr Shape kOverloadDeviceShapes[] = {{"1x131072_k64", 1, 131072, 64},
                                            {"8x50257_k10", 8, 50257, 10}};
-// Calls on each of 8 connections: 8 keep one core busy, 32 the cores and the device of a large server.
+// Calls on each of 8 connections: 8 keep one core busy, 32 the cores and the device of a large
+// server.
 constexpr int kPeakInFlight[] = {1, 2, 4};
 constexpr double kOverloads[] = {1.1, 2, 5};
 constexpr double kSweep[] = {0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2};

@@ -1,8 +1,8 @@
 // metrics_bench: what the metrics cost a call.
 //
-// Every thread makes the updates of one unary call again and again: those of its gauges, its phases, its request, and
-// of a batch of one job with one slice. Real calls lie much further apart, so the contention here is an upper bound.
-// It also times the text of one scrape.
+// Every thread makes the updates of one unary call again and again: those of its gauges, its
+// phases, its request, and of a batch of one job with one slice. Real calls lie much further apart,
+// so the contention here is an upper bound. It also times the text of one scrape.
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
 

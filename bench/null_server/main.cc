@@ -1,5 +1,5 @@
-// null_server: a gRPC server that looks at nothing. What load_bench measures with it is what gRPC and the sockets cost
-// on this machine, so a figure of logitd beside it says what logitd adds.
+// null_server: a gRPC server that looks at nothing. What load_bench measures with it is what gRPC
+// and the sockets cost on this machine, so a figure of logitd beside it says what logitd adds.
 #include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>

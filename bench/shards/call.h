@@ -28,14 +28,14 @@ struct Case {
 constexpr DType kDType = DType::kBF16;
 constexpr int64_t kElement = 2;
 
-// Hidden states, parameters and answers of a call, one after another in a slab of the first device. All
-// pointers are the device's.
+// Hidden states, parameters and answers of a call, one after another in a slab of the first device.
+// All pointers are the device's.
 struct Call {
   // Fills the host's side of the slab. The hidden states are the bytes before `states_end`.
   Call(const Case& c, const Slab& slab, const std::byte* states_end);
 
-  // `sharded`: null, or `stream`, which then gets the head that is cut. `gradients`: of the whole head,
-  // then of its shards; only for training.
+  // `sharded`: null, or `stream`, which then gets the head that is cut. `gradients`: of the whole
+  // head, then of its shards; only for training.
   absl::Status Launch(Stream& stream, ShardedStream* sharded, const HeadView& head,
                       const std::vector<ShardGradient>& gradients) const;
 

@@ -9,7 +9,8 @@
 namespace logitd::bench {
 
 struct ExchangeTimes {
-  // Median, by the first device's clock, from its signal that all may begin until it has the blocks.
+  // Median, by the first device's clock, from its signal that all may begin until it has the
+  // blocks.
   double stores_us = 0;  // each device's kernel stores its block into the first one's memory
   double nccl_us = 0;    // one all-gather; 0: not measured
   std::string no_nccl;   // why not

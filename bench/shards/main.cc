@@ -1,5 +1,5 @@
-// shard_bench: linear ops, training among them, on a head that is cut over several GPUs, by both ways
-// of exchange, beside the whole head on one of them, and what the exchange costs beside NCCL's
+// shard_bench: linear ops, training among them, on a head that is cut over several GPUs, by both
+// ways of exchange, beside the whole head on one of them, and what the exchange costs beside NCCL's
 // all-gather.
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -60,7 +60,8 @@ float FromBF16(uint16_t bits) {
   return x;
 }
 
-// The largest difference of two tensors of bf16, as a share of the largest element. NaN counts as 1.
+// The largest difference of two tensors of bf16, as a share of the largest element. NaN counts as
+// 1.
 double Difference(const std::vector<uint16_t>& a, const std::vector<uint16_t>& b) {
   double most = 0, apart = 0;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -237,8 +238,8 @@ class Bench {
     return Read(device, last.data, last.rows * c.hidden, &answers->d_weight);
   }
 
-  // Makes NaNs of what ReadGradients reads of d_weight: an earlier run may have left gradients there.
-  // Overwrites the slab.
+  // Makes NaNs of what ReadGradients reads of d_weight: an earlier run may have left gradients
+  // there. Overwrites the slab.
   absl::Status PoisonWeight(int device, const ShardGradient& gradient) {
     const MutableTensorView last = LastTokens(gradient);
     const auto bytes = static_cast<size_t>(last.rows * last.cols * kElement);
@@ -366,7 +367,8 @@ nlohmann::json ToJson(const Case& c, const Measured& measured) {
   return entry;
 }
 
-// Measures and prints the cases whose name contains one of `only`; empty: all. Returns how many failed.
+// Measures and prints the cases whose name contains one of `only`; empty: all. Returns how many
+// failed.
 int MeasureCases(Bench& bench, const std::vector<std::string>& only, nlohmann::json& entries) {
   int failed = 0;
   absl::PrintF("%-44s %10s %10s %7s %10s %10s %10s %7s %10s  %s\n", "op", "one us", "shards us",

@@ -162,8 +162,8 @@ absl::Status PlotLosses(const std::string& path, absl::Span<const float> losses,
     image.Square(static_cast<int>(x_of(static_cast<double>(i) + 0.5)) - 1,
                  static_cast<int>(y_of(losses[i])) - 1, 3, kDots);
   }
-  // Each of its points is summed anew, so that one large loss does not affect later points; there are
-  // about as many as pixels.
+  // Each of its points is summed anew, so that one large loss does not affect later points; there
+  // are about as many as pixels.
   const size_t step = std::max<size_t>(1, losses.size() / (2 * Image::kWidth));
   double last_x = -1;
   double last_y = 0;

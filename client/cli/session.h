@@ -31,12 +31,14 @@ struct CommonFlags {
   std::string format = "table";  // or "json"
 };
 
-// Opens /dev/null in place of each standard stream that the caller has closed. Otherwise a connection could get its
-// number, and what is printed would go there. Reads and writes of it fail. Call it before anything else is opened.
+// Opens /dev/null in place of each standard stream that the caller has closed. Otherwise a
+// connection could get its number, and what is printed would go there. Reads and writes of it fail.
+// Call it before anything else is opened.
 void HoldStandardStreams();
 
 void Print(absl::string_view text);
-// Whether something that was printed did not reach stdout: a full disk, a closed stdout, a reader that has left.
+// Whether something that was printed did not reach stdout: a full disk, a closed stdout, a reader
+// that has left.
 bool OutputLost();
 // What the program ends with: `code`, except that lost output is no success.
 int ExitCodeOf(int code);

@@ -85,8 +85,8 @@ class SliceList {
   std::vector<grpc::Slice> slices_;
 };
 
-// Reads the large array into `large`, and all other fields into `rest`. An empty `large`: there must
-// be none.
+// Reads the large array into `large`, and all other fields into `rest`. An empty `large`: there
+// must be none.
 bool SplitAnswer(grpc::ByteBuffer* answer, absl::Span<char> large, std::string* rest) {
   grpc::ProtoBufferReader reader(answer);
   if (!reader.status().ok()) return false;

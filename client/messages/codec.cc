@@ -45,9 +45,9 @@ static_assert(kSameFields<v1::VerifyRequest>);
 template <typename Params>
 constexpr bool kTakesHeads = !std::is_same_v<Params, v1::VerifyRequest>;
 
-// The fields of LogitsRequest itself, then those of the input, without the payload where it is sent.
-// Written even where they have their default, so that they override whatever the parameters have
-// there.
+// The fields of LogitsRequest itself, then those of the input, without the payload where it is
+// sent. Written even where they have their default, so that they override whatever the parameters
+// have there.
 template <typename Params>
 std::string OwnFields(const LogitsRequest<Params>& request, const v1::SharedRows* shared,
                       uint64_t payload_bytes) {

@@ -30,11 +30,11 @@ const Pieces& PayloadOf(const LogitsRequest<Params>& request) {
 // With an arena: the request as one small slice, which says where in the arena the payload lies.
 // INVALID_ARGUMENT: see Arena::Find.
 //
-// Otherwise: the request as one small slice (every field except the payload, then the payload's tag and
-// length) and one slice per piece of `payload`, over the caller's own memory. Each of those shares
-// `owner` until gRPC drops it. The payload comes last, so that a server has read all that it checks
-// before the first payload byte. INVALID_ARGUMENT: 2 GiB or more, which protobuf cannot carry; a
-// head for Verify.
+// Otherwise: the request as one small slice (every field except the payload, then the payload's tag
+// and length) and one slice per piece of `payload`, over the caller's own memory. Each of those
+// shares `owner` until gRPC drops it. The payload comes last, so that a server has read all that it
+// checks before the first payload byte. INVALID_ARGUMENT: 2 GiB or more, which protobuf cannot
+// carry; a head for Verify.
 //
 // Params: v1::TopKRequest, SampleRequest, VerifyRequest or ScoreRequest.
 template <typename Params>

@@ -1,5 +1,5 @@
-// Checks the files of TlsOptions before gRPC reads them: gRPC only writes lines to stderr about a bad one, and its
-// calls then never connect.
+// Checks the files of TlsOptions before gRPC reads them: gRPC only writes lines to stderr about a
+// bad one, and its calls then never connect.
 #ifndef LOGITD_CLIENT_TRANSPORT_PEM_FILES_H_
 #define LOGITD_CLIENT_TRANSPORT_PEM_FILES_H_
 

@@ -1,6 +1,6 @@
 // Keeps back calls that the server would refuse.
-// Source: Beyer, Jones, Petoff, Murphy (editors), "Site Reliability Engineering" (2016), chapter 21,
-// client-side throttling.
+// Source: Beyer, Jones, Petoff, Murphy (editors), "Site Reliability Engineering" (2016), chapter
+// 21, client-side throttling.
 #ifndef LOGITD_CLIENT_TRANSPORT_THROTTLE_H_
 #define LOGITD_CLIENT_TRANSPORT_THROTTLE_H_
 
@@ -17,13 +17,14 @@ namespace logitd::client {
 
 // The calls of one method. Thread-safe.
 //
-// A refused call costs both sides time that is lost for the calls that are done. So where the server
-// refuses most calls, about kSent are sent for each one that it takes, and the others are refused here.
-// Those that are sent show when it takes more again. Only the last calls count, each for about kMemory.
+// A refused call costs both sides time that is lost for the calls that are done. So where the
+// server refuses most calls, about kSent are sent for each one that it takes, and the others are
+// refused here. Those that are sent show when it takes more again. Only the last calls count, each
+// for about kMemory.
 class Throttle {
  public:
-  // More would make the server refuse more. With less, a server that takes more again gets more later:
-  // what is sent grows by half in a second. Measured: bench/results/cpu/overload_turns.json.
+  // More would make the server refuse more. With less, a server that takes more again gets more
+  // later: what is sent grows by half in a second. Measured: bench/results/cpu/overload_turns.json.
   static constexpr double kSent = 1.5;
   static constexpr absl::Duration kMemory = absl::Seconds(1);
   // Up to this many refused calls, all calls are sent.
@@ -31,8 +32,8 @@ class Throttle {
 
   // OK: send the call. RESOURCE_EXHAUSTED: do not; the text has how many were refused.
   absl::Status Ask(absl::Time now);
-  // A sent call has ended. RESOURCE_EXHAUSTED with the server's delay before another attempt: it was
-  // refused, and may be sent again later. DEADLINE_EXCEEDED, CANCELLED and UNAVAILABLE count as
+  // A sent call has ended. RESOURCE_EXHAUSTED with the server's delay before another attempt: it
+  // was refused, and may be sent again later. DEADLINE_EXCEEDED, CANCELLED and UNAVAILABLE count as
   // nothing: perhaps the server never saw the call. All else was taken.
   void Ended(const absl::Status& status, std::optional<int64_t> pushback_ms, absl::Time now);
   // The server's last delay before another attempt.

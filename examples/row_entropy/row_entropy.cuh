@@ -1,8 +1,8 @@
-// row_entropy: the entropy of softmax(row), in nats, of every row. A new op on rows, as CONTRIBUTING.md
-// describes it.
+// row_entropy: the entropy of softmax(row), in nats, of every row. A new op on rows, as
+// CONTRIBUTING.md describes it.
 //
-// Cost: reads rows * vocab * sizeof(T) once. On an H200, 8192 x 128256: bf16 478 us, 97% of one read, f32
-// 934 us, 99% (bench/results/h200/rows.json; row_entropy_gpu_test prints it).
+// Cost: reads rows * vocab * sizeof(T) once. On an H200, 8192 x 128256: bf16 478 us, 97% of one
+// read, f32 934 us, 99% (bench/results/h200/rows.json; row_entropy_gpu_test prints it).
 #ifndef LOGITD_EXAMPLES_ROW_ENTROPY_ROW_ENTROPY_CUH_
 #define LOGITD_EXAMPLES_ROW_ENTROPY_ROW_ENTROPY_CUH_
 
@@ -15,8 +15,8 @@ struct RowEntropyParams {
   float* entropy;     // [rows]; NaN where a logit is NaN or +inf, or all are -inf
 };
 
-// A cell leaves its scale s, the maximum in powers of 2, rounded to a whole one; and with w = 2^(x log2 e - s)
-// the sum of w and of w log2 w.
+// A cell leaves its scale s, the maximum in powers of 2, rounded to a whole one; and with w = 2^(x
+// log2 e - s) the sum of w and of w log2 w.
 template <class T>
 struct RowEntropy : cuda::RowOp {
   using Element = T;

@@ -1,5 +1,5 @@
-// row_entropy beside double precision, at lengths, strides and values that ops on rows must take; and its
-// share of one read of many long rows.
+// row_entropy beside double precision, at lengths, strides and values that ops on rows must take;
+// and its share of one read of many long rows.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 

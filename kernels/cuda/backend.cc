@@ -1,4 +1,5 @@
-// The CUDA backend: pinned slabs with device mirrors, device memory, and memory shared with clients.
+// The CUDA backend: pinned slabs with device mirrors, device memory, and memory shared with
+// clients.
 #include <cuda_runtime.h>
 #include <unistd.h>
 

@@ -1,9 +1,9 @@
-// A stream of the CUDA backend, and what it keeps until it enqueues it. Small work costs few calls of the
-// driver: small copies are one launch, and small work that repeats is a graph. Its phases are timed by
-// events, or by marks that its own kernels write.
+// A stream of the CUDA backend, and what it keeps until it enqueues it. Small work costs few calls
+// of the driver: small copies are one launch, and small work that repeats is a graph. Its phases
+// are timed by events, or by marks that its own kernels write.
 //
-// The methods are in cuda_stream.cu (its life, Wait, and the phases), cuda_stream_copies.cc (what it
-// copies) and cuda_stream_ops.cc (what it computes).
+// The methods are in cuda_stream.cu (its life, Wait, and the phases), cuda_stream_copies.cc (what
+// it copies) and cuda_stream_ops.cc (what it computes).
 #ifndef LOGITD_KERNELS_CUDA_CUDA_STREAM_H_
 #define LOGITD_KERNELS_CUDA_CUDA_STREAM_H_
 
@@ -88,7 +88,7 @@ class CudaStream final : public DeviceStream {
     RowsCopy download = {};  // no rows: none
   };
 
-  // Whether an op on these logits is small work, and may be kept for RunDeferred.
+  // True where an op on these logits is small work, and may be kept for RunDeferred.
   bool KeepsSmall(const TensorView& logits) const;
 
   // Enqueues what was kept, as a graph where it was the same before.
@@ -100,8 +100,8 @@ class CudaStream final : public DeviceStream {
   absl::Status UndoDefer();
 
   // Enqueues an op. `launch` takes the arguments and the stream; before the stream it may take the
-  // scratch, or products and the scratch. UNAVAILABLE where `op`'s route needs cuBLASLt and there is
-  // none.
+  // scratch, or products and the scratch. UNAVAILABLE where `op`'s route needs cuBLASLt and there
+  // is none.
   template <class Launch, class Args>
   absl::Status Start(std::string_view name, const Launch& launch, const Args& args,
                      LinearOp op = {});
@@ -112,8 +112,8 @@ class CudaStream final : public DeviceStream {
   // Whether the copy may share a launch with those that are kept.
   bool IsApart(const RowsCopy& copy) const;
 
-  // Before a copy that is enqueued at once. Work that was asked for before it comes before it: an op,
-  // and copies to the same place. After an op, the time of a copy counts as the op's.
+  // Before a copy that is enqueued at once. Work that was asked for before it comes before it: an
+  // op, and copies to the same place. After an op, the time of a copy counts as the op's.
   absl::Status EnterUpload(const RowsCopy& copy);
 
   // Rows of pinned host memory, no copy across the border of two pieces.
@@ -155,8 +155,8 @@ class CudaStream final : public DeviceStream {
   const int device_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t events_[kPhases] = {};
-  // Recorded only where a thread blocks: each end of such an event wakes a thread of the driver, which
-  // takes 20 us of a core.
+  // Recorded only where a thread blocks: each end of such an event wakes a thread of the driver,
+  // which takes 20 us of a core.
   cudaEvent_t blocking_ = nullptr;
   Phase phase_ = kIdle;
   std::vector<RowsCopy> uploads_;  // small ones, not enqueued yet

@@ -1,4 +1,4 @@
-// What a stream computes: the ops, and small work that is kept to run as a graph.
+// The ops of a stream, and small work that is kept to run as a graph.
 #include <cuda_runtime.h>
 
 #include <string>

@@ -1,13 +1,13 @@
-// gather: rows of many places, one table, one launch for every kMaxCopies of them. A warp copies a piece of
-// a row with all its loads in flight.
+// gather: rows of many places, one table, one launch for every kMaxCopies of them. A warp copies a
+// piece of a row with all its loads in flight.
 //
 // Cost: reads and writes each byte once. Each byte is read once into a register, so a client that
 // writes the rows meanwhile changes only what is copied, and no kernel sees two values of one byte.
 // The marks are one store by one thread at the begin. At the end of an upload, each block raises a
-// time in device memory and waits for nothing. Only the end of the turn waits until the host can see
-// what was written, once. On an H100 (bench/results/h100/latency.json) a graph of a gather of one row of
-// 512 KiB, an op of 3 us and a download takes 11.1 us until the host sees its end, and took 17.2 where
-// blocks waited for the host and counted each other at both ends.
+// time in device memory and waits for nothing. Only the end of the turn waits until the host can
+// see what was written, once. On an H100 (bench/results/h100/latency.json) a graph of a gather of
+// one row of 512 KiB, an op of 3 us and a download takes 11.1 us until the host sees its end, and
+// took 17.2 where blocks waited for the host and counted each other at both ends.
 #include "kernels/cuda/gather.h"
 
 #include <algorithm>
@@ -21,13 +21,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// A piece: of a launch that copies much, all that a warp's lanes hold at once; else less, so that more
-// warps share it. A small download stays one block, which needs nobody else to end a turn.
+// A piece: of a launch that copies much, all that a warp's lanes hold at once; else less, so that
+// more warps share it. A small download stays one block, which needs nobody else to end a turn.
 constexpr int64_t kPieceBytes = 2048;
 constexpr int64_t kSmallPieceBytes = 512;
 constexpr int64_t kSmallBytes = int64_t{1} << 20;
-// Copies of one launch, which has 4 KiB for its arguments. Few are usual, and small arguments make a
-// launch cheaper.
+// Copies of one launch, which has 4 KiB for its arguments. Few are usual, and small arguments make
+// a launch cheaper.
 constexpr size_t kMaxCopies = 56;
 constexpr size_t kCopiesOfShortLaunch = 2;
 // Blocks of a launch: enough to fill the largest device, each with several pieces in turn.

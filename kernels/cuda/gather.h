@@ -23,14 +23,15 @@ inline RowsCopy OneRow(std::byte* to, const std::byte* from, size_t bytes) {
           .from_device = true};
 }
 
-// What a stream's work tells the host about itself, in pinned host memory of the stream's own. Times
+// Messages of a stream's work to the host, in pinned host memory of the stream's own. Times
 // are of the device's clock, which all its streams share.
 struct HostMarks {
   uint64_t uploading_ns;  // when each phase began
   uint64_t computing_ns;
   uint64_t downloading_ns;
   uint64_t done_ns;
-  // Written last: how many times the stream has come to an end. What it wrote before can then be read.
+  // Written last: how many times the stream has come to an end. What it wrote before can then be
+  // read.
   uint32_t done;
 };
 
@@ -51,11 +52,11 @@ struct Marks {
   bool download_ends = false;  // and so does the turn
 };
 
-// As Stream::Gather, of rows in device memory (RowsCopy::from_device) or in any other that kernels can
-// read, to any that they can write. Enqueues and returns.
+// Gathers as Stream::Gather does, rows in device memory (RowsCopy::from_device) or in any other
+// that kernels can read, to any that they can write. Enqueues and returns.
 //
-// `marks` costs no launch, and a host that polls HostMarks::done learns of the end some microseconds
-// sooner than from an event.
+// `marks` costs no launch, and a host that polls HostMarks::done learns of the end some
+// microseconds sooner than from an event.
 cudaError_t GatherRows(absl::Span<const RowsCopy> copies, cudaStream_t stream,
                        const Marks& marks = {});
 

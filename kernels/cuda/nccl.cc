@@ -31,8 +31,8 @@ constexpr int kInt8 = 0;           // ncclInt8
 constexpr int kFloat32 = 7;        // ncclFloat32
 constexpr int kSum = 0;            // ncclSum
 
-// Opens the library; null, and why, where there is none. It is never closed: its threads use it until
-// the process ends.
+// Opens the library; null, and why, where there is none. It is never closed: its threads use it
+// until the process ends.
 void* Open(std::string& error) {
   // NVLink multicast leaves state behind in the switches when a process is killed.
   setenv("NCCL_NVLS_ENABLE", "0", /*overwrite=*/1);
@@ -160,8 +160,8 @@ absl::StatusOr<std::unique_ptr<NcclGather>> NcclGather::Create(absl::Span<const 
   if (StillJoins(devices)) {
     return absl::UnavailableError("NCCL: make communicators: an earlier attempt has not ended");
   }
-  // The library's call ends when all devices have answered it, and one that hangs does not. So a thread
-  // makes it, which nobody has to wait for.
+  // The library's call ends when all devices have answered it, and one that hangs does not. So a
+  // thread makes it, which nobody has to wait for.
   auto joining = std::make_shared<Joining>(devices);
   std::thread([joining] { joining->Join(); }).detach();
   if (!joining->ended.WaitForNotificationWithTimeout(limit) && joining->Claim()) {

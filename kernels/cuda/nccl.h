@@ -35,8 +35,8 @@ class NcclGather {
   static absl::StatusOr<std::unique_ptr<NcclGather>> Create(absl::Span<const int> devices,
                                                             absl::Duration limit);
 
-  // Whether a thread still makes communicators for these devices that Create gave up: it may use them,
-  // and one of them may hang. Thread-safe.
+  // True while a thread still makes communicators for these devices that Create gave up: it may use
+  // them, and one of them may hang. Thread-safe.
   static bool StillJoins(absl::Span<const int> devices);
 
   // Waits for what was enqueued, except after Abort.
@@ -54,9 +54,9 @@ class NcclGather {
   // UNAVAILABLE: NCCL refused it; nothing is certain about the blocks, and Abort comes next.
   absl::Status Enqueue(absl::Span<const Place> places, size_t bytes);
 
-  // Enqueues the sum of arrays of `count` floats, one on each device, into the first one's. `places`
-  // have the arrays in place of blocks. Sums have bits of their own, the same from run to run. Errors
-  // as above.
+  // Enqueues the sum of arrays of `count` floats, one on each device, into the first one's.
+  // `places` have the arrays in place of blocks. Sums have bits of their own, the same from run to
+  // run. Errors as above.
   absl::Status EnqueueSum(absl::Span<const Place> places, size_t count);
 
   // Ends collectives that wait for a device, on all devices that still work, soon after it returns.

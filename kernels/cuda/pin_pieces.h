@@ -1,4 +1,5 @@
-// Host memory is pinned in pieces, because the driver lets nothing else run while it pins one: 9 ms.
+// Host memory is pinned in pieces, because the driver lets nothing else run while it pins one: 9
+// ms.
 #ifndef LOGITD_KERNELS_CUDA_PIN_PIECES_H_
 #define LOGITD_KERNELS_CUDA_PIN_PIECES_H_
 

@@ -1,7 +1,7 @@
 // Measured on an H100: a gather, an op and a download of one row take 18.5 us as three launches and
-// 12.0 us as a graph, from the first call to the end that the host sees. The floor is 6.1 us: a graph
-// of one kernel that writes one word for the host. Tried and dropped: programmatic dependent launches
-// without a graph (17.1 us).
+// 12.0 us as a graph, from the first call to the end that the host sees. The floor is 6.1 us: a
+// graph of one kernel that writes one word for the host. Tried and dropped: programmatic dependent
+// launches without a graph (17.1 us).
 #include "kernels/cuda/replays.h"
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace logitd::cuda {
 namespace {
 
-// Lets the last launch begin as soon as the one before it ends, and not only when all can be seen that
-// that one wrote. The nodes of a captured stream are a line.
+// Lets the last launch begin as soon as the one before it ends, and not only when all can be seen
+// that that one wrote. The nodes of a captured stream are a line.
 cudaError_t LetLastOverlap(cudaGraph_t graph) {
 #if CUDART_VERSION >= 13000
   constexpr size_t kMostEdges = 16;

@@ -12,9 +12,9 @@
 
 namespace logitd::cuda {
 
-// Of one stream. Each launch of a kernel takes the host 3 to 5 us; a graph of several takes less than
-// one of them. A decode loop sends the same launches each time, with the same arguments, because
-// what differs lies in memory. Not thread-safe.
+// The graphs of one stream. Each launch of a kernel takes the host 3 to 5 us; a graph of several
+// takes less than one of them. A decode loop sends the same launches each time, with the same
+// arguments, because what differs lies in memory. Not thread-safe.
 class Replays {
  public:
   explicit Replays(cudaStream_t stream) : stream_(stream) {}
@@ -23,10 +23,11 @@ class Replays {
   Replays(const Replays&) = delete;
   Replays& operator=(const Replays&) = delete;
 
-  // Enqueues what `enqueue` does: by calling it, or as a graph of an earlier call with the same key.
-  // `key` says all that the launches depend on. `enqueue` uses the stream only, and no host memory
-  // that may go. It is called twice where a graph cannot be made. `last_awaits`: the kernel of the last
-  // launch itself waits for what the one before wrote, so it may begin while that one ends.
+  // Enqueues what `enqueue` does: by calling it, or as a graph of an earlier call with the same
+  // key. `key` says all that the launches depend on. `enqueue` uses the stream only, and no host
+  // memory that may go. It is called twice where a graph cannot be made. `last_awaits`: the kernel
+  // of the last launch itself waits for what the one before wrote, so it may begin while that one
+  // ends.
   cudaError_t Run(const std::string& key, absl::FunctionRef<cudaError_t()> enqueue,
                   bool last_awaits = false);
 

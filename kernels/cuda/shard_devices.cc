@@ -35,8 +35,8 @@ constexpr absl::Duration kPollFor = absl::Microseconds(200);
 constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
 // How long NCCL gets to make communicators: it takes about a second, more on many devices.
 constexpr absl::Duration kJoinFor = absl::Seconds(30);
-// How long devices get to end what they have when all waits have been ended because none moved. After
-// an error of one the others get at least as long, also at the start of the stream.
+// How long devices get to end what they have when all waits have been ended because none moved.
+// After an error of one the others get at least as long, also at the start of the stream.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
 
 }  // namespace

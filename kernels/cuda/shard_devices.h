@@ -1,5 +1,5 @@
-// The devices of a sharded stream: how they work at the same time, exchange what they have made, and
-// are waited for, though one may fail or hang.
+// The devices of a sharded stream: how they work at the same time, exchange what they have made,
+// and are waited for, though one may fail or hang.
 #ifndef LOGITD_KERNELS_CUDA_SHARD_DEVICES_H_
 #define LOGITD_KERNELS_CUDA_SHARD_DEVICES_H_
 
@@ -51,9 +51,9 @@ struct ShardCall {
 
 // Used by one thread at a time. The head comment of sharded_stream.cc says how devices exchange.
 //
-// A part is what a device enqueues of a call between two exchanges. Where a part does not end, the host
-// ends all waits and the collective, and the call ends with an error; the contract of ShardedStream
-// says with which.
+// A part is what a device enqueues of a call between two exchanges. Where a part does not end, the
+// host ends all waits and the collective, and the call ends with an error; the contract of
+// ShardedStream says with which.
 class ShardDevices {
  public:
   // Memory for the blocks of all shards.
@@ -76,8 +76,8 @@ class ShardDevices {
   using Gathered = std::byte* Device::*;
 
   ShardDevices() = default;
-  // Waits for what the devices have, as Wait does. What may still be used by a device that hangs, or by
-  // NCCL's joining, is left as it is.
+  // Waits for what the devices have, as Wait does. What may still be used by a device that hangs,
+  // or by NCCL's joining, is left as it is.
   ~ShardDevices();
   ShardDevices(const ShardDevices&) = delete;
   ShardDevices& operator=(const ShardDevices&) = delete;
@@ -101,8 +101,8 @@ class ShardDevices {
   // exchanged for a row, by all devices; `packed_extras`: extra ids of a row that are packed.
   int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t packed_extras = 0) const;
 
-  // Before and after what enqueues a call. One of a new kind may have to load kernels, which may wait
-  // for all that a device has: it waits on the host, which knows how to give up.
+  // Before and after what enqueues a call. One of a new kind may have to load kernels, which may
+  // wait for all that a device has: it waits on the host, which knows how to give up.
   void Begin(const ShardCall& call) { waits_on_host_ = !seen_.contains(call); }
   void Know(const ShardCall& call) {
     if (waits_on_host_) seen_.insert(call);
@@ -160,8 +160,8 @@ class ShardDevices {
   std::unique_ptr<NcclGather> nccl_;  // null: kPeers
   std::vector<NcclGather::Place> places_;
   absl::Status hung_;
-  // Not OK: waits or exchanges of this batch were ended, so what its calls have merged is not whole.
-  // The answer of the next Wait.
+  // Not OK: waits or exchanges of this batch were ended, so what its calls have merged is not
+  // whole. The answer of the next Wait.
   absl::Status given_up_;
   // The calls that have been enqueued before: with another, the host waits in place of streams.
   std::set<ShardCall> seen_;

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kPackThreads)
 
 const std::byte* Bytes(const void* data) { return static_cast<const std::byte*>(data); }
 
-// Where they are after one another.
+// The places of inputs that lie one after the other.
 struct Packed {
   explicit Packed(const ShardInputs& of)
       : hidden_bytes(HiddenBytes(of.hidden)),

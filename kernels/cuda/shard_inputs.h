@@ -33,8 +33,8 @@ absl::Status Pack(const ShardInputs& inputs, ShardDevices& devices);
 // been packed.
 absl::Status Bring(int shard, ShardDevices& devices, ShardInputs& inputs);
 
-// Makes the inputs those that Bring has brought to the shard's device. By kPeers it reads the extra ids
-// where they are.
+// Makes the inputs those that Bring has brought to the shard's device. By kPeers it reads the extra
+// ids where they are.
 void MoveTo(int shard, ShardDevices& devices, ShardInputs& inputs);
 
 }  // namespace logitd::cuda

@@ -11,8 +11,8 @@
 
 namespace logitd::cuda {
 
-// Where Device::gradients has what a device needs of a call. The first device has only parts of d_hidden
-// there.
+// The places in Device::gradients of what a device needs of a call. The first device has only parts
+// of d_hidden there.
 struct ShardedGradients::Places {
   size_t rows = 0;  // after the hidden states
   size_t upstream = 0;
@@ -114,7 +114,7 @@ absl::Status ShardedGradients::ReserveMover(int shard) {
 
 // ---- what a device gets of a call
 
-// What the shard's device computes of a call: its part of the head, and inputs where Bring puts them.
+// The shard's part of a call: its part of the head, and inputs where Bring puts them.
 LinearCrossEntropyBackwardArgs ShardedGradients::GradientOf(
     int shard, const Places& at, const LinearCrossEntropyBackwardArgs& args,
     const ShardGradient* shards) {

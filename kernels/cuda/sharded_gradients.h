@@ -1,4 +1,5 @@
-// The gradients of a sharded stream on CUDA devices: the backward of linear_cross_entropy, and training.
+// The gradients of a sharded stream on CUDA devices: the backward of linear_cross_entropy, and
+// training.
 #ifndef LOGITD_KERNELS_CUDA_SHARDED_GRADIENTS_H_
 #define LOGITD_KERNELS_CUDA_SHARDED_GRADIENTS_H_
 
@@ -22,7 +23,7 @@ class ShardedGradients {
  public:
   explicit ShardedGradients(ShardDevices* devices) : devices_(*devices) {}
 
-  // What to tell the devices of a call. The options are the types of the gradients, and whether d_bias
+  // The call as the devices know it. The options are the types of the gradients, and whether d_bias
   // is wanted.
   ShardCall CallOf(ShardCall::Kind kind, const LinearCrossEntropyBackwardArgs& args,
                    const ShardGradient* shards) const;

@@ -1,8 +1,8 @@
-// Linear ops on a head that is cut over CUDA devices, for as many rows at a time as buffers have room
-// for:
+// Linear ops on a head that is cut over CUDA devices, for as many rows at a time as buffers have
+// room for:
 //
-//   every other device   copies hidden states and parameters of rows from the first device; computes
-//                        its partial
+//   every other device   copies hidden states and parameters of rows from the first device;
+//                        computes its partial
 //   exchange             the first device gets the blocks of all
 //   the first            computes its own partial, and merges
 //
@@ -10,31 +10,32 @@
 // their product. There are two ways to exchange (ShardExchange):
 //
 //   kPeers   The kernels of a partial write the block into the first device's memory, and a signal
-//            tells it so: no kernel spins. Logits are stored in place of a block for linear_topk and
-//            linear_sample while they are few. They go to their place in a matrix of the whole
-//            vocabulary, on which the first device runs the op that takes logits. The stores overlap
-//            the product, and there are fewer kernels after it.
-//   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks to
-//            all devices. The first device packs what the others need of a call, and a copy brings it
-//            to each, through the host where there is no other way.
+//            tells it so: no kernel spins. Logits are stored in place of a block for linear_topk
+//            and linear_sample while they are few. They go to their place in a matrix of the whole
+//            vocabulary, on which the first device runs the op that takes logits. The stores
+//            overlap the product, and there are fewer kernels after it.
+//   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks
+//            to all devices. The first device packs what the others need of a call, and a copy
+//            brings it to each, through the host where there is no other way.
 //
-// The block is that of kernels/shards.h. For linear_sample this is logits, so where every row needs only
-// a few of its first tokens the block has these tokens (linear/kept_sample.cu).
+// The block is that of kernels/shards.h. For linear_sample this is logits, so where every row needs
+// only a few of its first tokens the block has these tokens (linear/kept_sample.cu).
 //
-// Training has two exchanges. Each device computes pass 1 (linear/training.cu) and writes its sums into
-// a block. Every device reads the blocks of all, and makes the gradients of its own tokens. By kPeers a
-// copy engine brings d_hidden's part to the first device while the last product runs, by kNccl one
-// reduce adds the parts at that time.
+// Training has two exchanges. Each device computes pass 1 (linear/training.cu) and writes its sums
+// into a block. Every device reads the blocks of all, and makes the gradients of its own tokens. By
+// kPeers a copy engine brings d_hidden's part to the first device while the last product runs, by
+// kNccl one reduce adds the parts at that time.
 //
-// A device that fails or hangs holds up no other: the host watches the signals, and where one does not
-// come it ends all waits and the collective. The driver may wait for a device when it loads a kernel, so
-// a call of a new kind waits on the host before it enqueues what depends on other devices.
+// A device that fails or hangs holds up no other: the host watches the signals, and where one does
+// not come it ends all waits and the collective. The driver may wait for a device when it loads a
+// kernel, so a call of a new kind waits on the host before it enqueues what depends on other
+// devices.
 //
 // The files: shard_devices is how the devices work at the same time, exchange and are waited for,
 // shard_inputs what gets to them, sharded_gradients training; here are the other ops.
 //
-// Measured: bench/results/h100/shards.json. Tried and dropped: blocks in place of logits for 1 to 64
-// rows of linear_topk by kPeers (0.97 to 1.43 times as long).
+// Measured: bench/results/h100/shards.json. Tried and dropped: blocks in place of logits for 1 to
+// 64 rows of linear_topk by kPeers (0.97 to 1.43 times as long).
 #include "kernels/cuda/sharded_stream.h"
 
 #include <algorithm>
@@ -119,7 +120,7 @@ class CudaShardedStream final : public ShardedOps {
                    [&] { return few ? OnLogits(args.hidden, args.head, args.topk) : TopK(args); });
   }
   absl::Status SampleOf(const LinearSampleArgs& args) {
-    // Where the vocabulary has no more tokens than that, top_k may be off.
+    // top_k may be off where the vocabulary has no more tokens than that.
     const bool kept = args.max_kept > 0 && args.max_kept < args.head.vocab() &&
                       !AreLogitsFew(args.hidden, args.head);
     const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);
@@ -158,14 +159,14 @@ class CudaShardedStream final : public ShardedOps {
     return static_cast<size_t>(LogitsStride(head)) * sizeof(float);
   }
 
-  // Whether by kPeers logits are exchanged in place of blocks.
+  // True where, by kPeers, logits are exchanged in place of blocks.
   bool AreLogitsFew(const TensorView& hidden, const HeadView& head) const {
     return devices_.by_peers() &&
            static_cast<size_t>(hidden.rows) * LogitsBytes(head) <= kFewLogitsBytes;
   }
 
-  // By kPeers: runs the op of `args`, which takes logits, on the first device. `args` are those of all
-  // rows.
+  // By kPeers: runs the op of `args`, which takes logits, on the first device. `args` are those of
+  // all rows.
   template <class Args>
   absl::Status OnLogits(const TensorView& hidden, const HeadView& head, const Args& args) {
     auto* const logits = reinterpret_cast<float*>(devices_.at(0).blocks);

@@ -24,8 +24,8 @@ class Signals {
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
-  // Enqueues that the signal rises, after what the stream has so far; what that wrote can be seen by
-  // all devices before. The stream's device is the thread's.
+  // Enqueues that the signal rises, after what the stream has so far; what that wrote can be seen
+  // by all devices before. The stream's device is the thread's.
   cudaError_t Raise(int signal, cudaStream_t stream);
   // Enqueues that the stream waits for the last Raise of the signal. Its device is the thread's.
   cudaError_t Await(int signal, cudaStream_t stream);
@@ -34,8 +34,8 @@ class Signals {
   bool Raised(int signal) const;
   // Changes whenever a signal has risen.
   uint32_t Risen() const;
-  // Ends every wait that was enqueued. To be repeated while streams work that may raise a signal: that
-  // can undo it.
+  // Ends every wait that was enqueued. To be repeated while streams work that may raise a signal:
+  // that can undo it.
   void RaiseAll();
 
  private:

@@ -19,8 +19,8 @@ namespace logitd::cuda {
 // OK, UNAVAILABLE where the context still works, or INTERNAL. `what` was being done.
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
-// Whether the driver has the function, which is then in `function`. Nothing links the driver: a process
-// starts without one.
+// True where the driver has the function, which is then in `function`. Nothing links the driver: a
+// process starts without one.
 bool FindInDriver(const char* name, void** function);
 template <class Function>
 bool FindInDriver(const char* name, Function& function) {
@@ -43,14 +43,14 @@ class DeviceStream : public Stream {
   virtual absl::Status EndTraining(
       const ShardTrainingArgs& args,
       absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done) = 0;
-  // From now on Wait ends after `limit`, with DEADLINE_EXCEEDED, where work has not ended by then, also
-  // work of calls that failed. The stream then still has that work.
+  // From now on Wait ends after `limit`, with DEADLINE_EXCEEDED, where work has not ended by then,
+  // also work of calls that failed. The stream then still has that work.
   virtual void LimitWait(absl::Duration limit) = 0;
 };
 
-// A device that hangs: a call that waits for it would never return. From SetHung on, what frees memory
-// or ends streams of the device leaves them as they are, and what would make some is UNAVAILABLE.
-// Thread-safe.
+// A device that hangs: a call that waits for it would never return. From SetHung on, what frees
+// memory or ends streams of the device leaves them as they are, and what would make some is
+// UNAVAILABLE. Thread-safe.
 void SetHung(int device);
 bool IsHung(int device);
 

@@ -66,8 +66,8 @@ absl::Status FillPages(int fd, int64_t bytes) {
   return failed != 0 ? NoMemory("there are no pages", bytes, errno) : absl::OkStatus();
 }
 
-// Writes to this process's own memory. The bytes that were written, or -1. Not process_vm_writev, which
-// does the same: container runtimes forbid it.
+// Writes to this process's own memory. The bytes that were written, or -1. Not process_vm_writev,
+// which does the same: container runtimes forbid it.
 ssize_t WriteMapped(std::byte* to, absl::Span<const std::byte> from) {
   static const int memory = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
   return pwrite(memory, from.data(), from.size(),

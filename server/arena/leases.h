@@ -47,7 +47,8 @@ class ArenaDevices {
   // At least `bytes` bytes, all zero. RESOURCE_EXHAUSTED: there is not enough. UNIMPLEMENTED: these
   // devices share no memory.
   virtual absl::StatusOr<std::unique_ptr<DeviceArena>> Make(int device, int64_t bytes) = 0;
-  // Pins host memory, for copies by every device, until the result is destroyed. Null: it cannot be pinned.
+  // Pins host memory, for copies by every device, until the result is destroyed. Null: it cannot be
+  // pinned.
   virtual std::shared_ptr<const void> Pin(std::byte* data, int64_t bytes) = 0;
   // True: Pin can succeed.
   virtual bool pins() const = 0;
@@ -57,15 +58,16 @@ class ArenaDevices {
 //
 // Host memory is a file in memory. This process reads it by reads of the file: reading a page that
 // nobody has written takes no memory and gives zeros. It writes it through a mapping, by a system
-// call, never by a write to the file: a write needs the file's lock, and whoever has the file can hold
-// that for as long as it likes. A write through the mapping needs no lock, and a page that the kernel
-// cannot give is an error of the call, where a store of this process's own would be a signal. So
-// nothing that the client does to the file makes Read or Write wait or fault. A page that the client
-// has written is the client's, in the sense of a container's limit; Write takes a page where none is.
+// call, never by a write to the file: a write needs the file's lock, and whoever has the file can
+// hold that for as long as it likes. A write through the mapping needs no lock, and a page that the
+// kernel cannot give is an error of the call, where a store of this process's own would be a
+// signal. So nothing that the client does to the file makes Read or Write wait or fault. A page
+// that the client has written is the client's, in the sense of a container's limit; Write takes a
+// page where none is.
 //
-// Where devices can copy from it, the file has all its pages from the start, and they are pinned: they
-// belong to the server and are never replaced. If the client takes pages out of its file, devices
-// still read the old ones, and only the client's own answers are wrong.
+// Where devices can copy from it, the file has all its pages from the start, and they are pinned:
+// they belong to the server and are never replaced. If the client takes pages out of its file,
+// devices still read the old ones, and only the client's own answers are wrong.
 //
 // Thread-safe.
 class Arena {
@@ -112,8 +114,8 @@ class Arena {
   const std::unique_ptr<DeviceArena> device_memory_;
 };
 
-// OK: this process may write through its mappings as Arena::Write does, which takes a file of /proc.
-// UNAVAILABLE: it may not.
+// OK: this process may write through its mappings as Arena::Write does, which takes a file of
+// /proc. UNAVAILABLE: it may not.
 absl::Status CheckMappedWrites();
 
 struct LeaseLimits {
@@ -148,12 +150,13 @@ class Leases {
   // bytes. UNIMPLEMENTED: the server has no device that shares memory.
   absl::StatusOr<Lease> OpenOnDevice(uint32_t device, int64_t bytes);
 
-  // Ends a lease: Find no longer knows it. Called once. Its memory stays until FreeEnded finds it unused.
+  // Ends a lease: Find no longer knows it. Called once. Its memory stays until FreeEnded finds it
+  // unused.
   void End(const LeaseId& id);
 
   // Frees the memory of ended leases that no call uses any more: the pages of a file leave it, also
-  // while the client has it, and then read as zeros. They count until they have left. True: some are
-  // still used. Unpinning a gigabyte takes a tenth of a second, so calls do not do it.
+  // while the client has it, and then read as zeros. They count until they have left. True: some
+  // are still used. Unpinning a gigabyte takes a tenth of a second, so calls do not do it.
   bool FreeEnded();
   // Readable when FreeEnded has something to do. -1: never.
   int freed_fd() const { return remover_ == nullptr ? -1 : remover_->ended_fd(); }

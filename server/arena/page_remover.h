@@ -12,11 +12,11 @@
 
 namespace logitd::arena {
 
-// A process that does nothing else. To take pages out of a file the kernel needs the file's lock, and
-// whoever has the file can hold that lock for as long as it likes (a write from memory whose page
-// does not come). A thread that waits for it cannot be killed, and would keep its process and all of
-// the process's sockets. So each file gets a process of its own, which has nothing but that file.
-// Thread-safe.
+// A process that does nothing else. To take pages out of a file the kernel needs the file's lock,
+// and whoever has the file can hold that lock for as long as it likes (a write from memory whose
+// page does not come). A thread that waits for it cannot be killed, and would keep its process and
+// all of the process's sockets. So each file gets a process of its own, which has nothing but that
+// file. Thread-safe.
 class PageRemover {
  public:
   // Best before the caller has threads and much memory, because the process is a fork. It ends with

@@ -10,10 +10,10 @@
 
 namespace logitd::arena {
 
-// While the driver pins or unpins memory (64 MiB take 18 ms), or makes memory that is shared, the work
-// of every stream waits. So a client that leases without pause could keep the device from all others.
-// The budget allows one second of such time at once, and after that a fifth of all time. Times are those
-// of SteadyNow. Thread-safe.
+// While the driver pins or unpins memory (64 MiB take 18 ms), or makes memory that is shared, the
+// work of every stream waits. So a client that leases without pause could keep the device from all
+// others. The budget allows one second of such time at once, and after that a fifth of all time.
+// Times are those of SteadyNow. Thread-safe.
 class PinBudget {
  public:
   static constexpr absl::Duration kMost = absl::Seconds(1);

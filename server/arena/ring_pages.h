@@ -36,9 +36,9 @@ struct RingReply {
 // size of the packet that `ask` was read from.
 absl::Status CheckRing(const RingAsk& ask, size_t bytes, int64_t arena_bytes);
 
-// Reads each byte that the peer may write once, into memory of its own, by reads of the file: a peer
-// that changes it, or takes its pages away, changes only what is read. Nothing here waits for the peer
-// (see Arena). Not thread-safe.
+// Reads each byte that the peer may write once, into memory of its own, by reads of the file: a
+// peer that changes it, or takes its pages away, changes only what is read. Nothing here waits for
+// the peer (see Arena). Not thread-safe.
 class RingPages {
  public:
   // `shape` has passed CheckRing.
@@ -50,8 +50,8 @@ class RingPages {
   // True: Take would find one.
   bool Ready() const;
 
-  // Writes the next completion. A message longer than max_message_bytes() becomes the error INTERNAL.
-  // An error: the system could not write it.
+  // Writes the next completion. A message longer than max_message_bytes() becomes the error
+  // INTERNAL. An error: the system could not write it.
   absl::Status Post(const RingReply& reply);
 
   // The most bytes of a reply's message.

@@ -12,7 +12,8 @@
 
 namespace logitd::arena {
 
-// Never waits. `fd`: below 0, the message has no file. False: the peer does not take it now, or is gone.
+// Never waits. `fd`: below 0, the message has no file. False: the peer does not take it now, or is
+// gone.
 inline bool SendWithFile(int socket, absl::Span<iovec> parts, int fd) {
   msghdr message = {};
   message.msg_iov = parts.data();

@@ -29,8 +29,8 @@ struct Answer {
   absl::AnyInvocable<void(const absl::Status&)> done;
 };
 
-// Each arena has a thread of its own while there is something to write, so that the large answers of
-// one client keep nobody else's waiting. Thread-safe.
+// Each arena has a thread of its own while there is something to write, so that the large answers
+// of one client keep nobody else's waiting. Thread-safe.
 class Writer {
  public:
   Writer();

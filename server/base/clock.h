@@ -19,8 +19,8 @@ inline int64_t MonotonicNanos() {
       .count();
 }
 
-// MonotonicNanos as a time, for budgets, rates and waits. It is not the time of day: compare it only with
-// other times of this clock.
+// MonotonicNanos as a time, for budgets, rates and waits. It is not the time of day: compare it
+// only with other times of this clock.
 inline absl::Time SteadyNow() { return absl::FromUnixNanos(MonotonicNanos()); }
 
 // A clock that a test can replace by one that it moves by hand. Thread-safe.
@@ -30,8 +30,8 @@ class Clock {
   virtual int64_t Nanos() const = 0;
   absl::Time Now() const { return absl::FromUnixNanos(Nanos()); }
 
-  // How long a thread may sleep that has to look again at `time_ns`. Where time is moved by hand, it is
-  // woken by WhenMoved instead.
+  // How long a thread may sleep that has to look again at `time_ns`. Where time is moved by hand,
+  // it is woken by WhenMoved instead.
   virtual absl::Duration SleepUntil(int64_t time_ns) const = 0;
   // Runs `wake` whenever time was moved by hand, until the returned object is gone.
   virtual std::shared_ptr<void> WhenMoved(std::function<void()> wake) = 0;

@@ -39,8 +39,8 @@ class Usage {
 
   // A bucket of one second's rows. A request takes its rows if the bucket is not empty, also more
   // than are in it: what it lacks is paid back before the next request. So a request may have more
-  // rows than come in a second. `now_ns`: of MonotonicNanos. Zero: the rows were taken; else the time
-  // until the next try.
+  // rows than come in a second. `now_ns`: of MonotonicNanos. Zero: the rows were taken; else the
+  // time until the next try.
   absl::Duration TakeRows(int64_t rows, double rows_per_second, int64_t now_ns);
 
  private:

@@ -171,7 +171,8 @@ absl::StatusOr<std::vector<ListeningSocket>> ListenOnUnix(const std::string& pat
   struct stat file = {};
   if (lstat(path.c_str(), &file) != 0) return Failed("stat");
   // Peers of Unix sockets may send descriptors along, and closing one may take as long as its owner
-  // likes (SO_LINGER). Connections inherit that none are taken. Linux before 6.16 does not know this.
+  // likes (SO_LINGER). Connections inherit that none are taken. Linux before 6.16 does not know
+  // this.
   constexpr int kPassRights = 83;  // SO_PASSRIGHTS of newer headers
   const int none = 0;
   setsockopt(fd, SOL_SOCKET, kPassRights, &none, sizeof(none));

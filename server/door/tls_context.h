@@ -1,4 +1,5 @@
-// The server's certificate, key and rules for TLS; OpenSSL's objects with owners, and its errors as text.
+// The server's certificate, key and rules for TLS; OpenSSL's objects with owners, and its errors as
+// text.
 #ifndef LOGITD_SERVER_DOOR_TLS_CONTEXT_H_
 #define LOGITD_SERVER_DOOR_TLS_CONTEXT_H_
 

@@ -99,7 +99,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
                      *exchange == ShardExchange::kPeers ? "peers" : "nccl");
       }
     } else if (absl::IsUnavailable(stream.status()) && !FailedShard(stream.status())) {
-      // The devices are well, but NCCL does not join them, or their streams cannot wait for each other.
+      // The devices are well, but NCCL does not join them, or their streams cannot wait for each
+      // other.
       const std::string why = absl::StrCat("shard: ", stream.status().message());
       spdlog::warn("heads cannot be cut over the devices: {}", why);
       devices->RefuseShards(absl::FailedPreconditionError(why));

@@ -60,10 +60,10 @@ class Engine {
  public:
   // A device whose backend reports INTERNAL is lost: its batches that have begun end with
   // UNAVAILABLE, and the other devices do all other work. `on_device_lost` runs once, on an engine
-  // thread or in DeviceLost or SubmitAlone, when no device is left. From then on every job ends with
-  // UNAVAILABLE, and the owner should end the process. The callback must not call Stop or WaitIdle,
-  // which wait for its thread. `metrics` may be null. `metrics` and the backends of `devices` outlive
-  // the engine. INVALID_ARGUMENT: an option is out of range.
+  // thread or in DeviceLost or SubmitAlone, when no device is left. From then on every job ends
+  // with UNAVAILABLE, and the owner should end the process. The callback must not call Stop or
+  // WaitIdle, which wait for its thread. `metrics` may be null. `metrics` and the backends of
+  // `devices` outlive the engine. INVALID_ARGUMENT: an option is out of range.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       std::shared_ptr<Devices> devices, const EngineOptions& options, Metrics* metrics,
       absl::AnyInvocable<void(absl::Status)> on_device_lost);
@@ -76,31 +76,32 @@ class Engine {
   // INVALID_ARGUMENT, with value and limit, if a job of this size can never run.
   virtual absl::Status CheckFits(const JobSpec& spec) const = 0;
 
-  // Runs the job: it waits until a stream is free, shares a batch with others of its key, and is Done.
-  // Done runs exactly once, possibly before Submit returns, with OK or
+  // Runs the job: it waits until a stream is free, shares a batch with others of its key, and is
+  // Done. Done runs exactly once, possibly before Submit returns, with OK or
   //
   //   DEADLINE_EXCEEDED  the deadline passed before its last slice ended
   //   CANCELLED          Cancel came before its last slice ended
   //   UNAVAILABLE        a device failed for its batch, none is left, or the engine has stopped
   //   INVALID_ARGUMENT   the job can never run: see CheckFits
   //
-  // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a stream,
-  // the next slice. A batch goes to the device that is free first, and stays there once it has begun.
-  // Among jobs of one priority the callers share the streams by weight, counted in
-  // estimated time; jobs of one caller go in the order in which they came, the short ones and
-  // those that take more than one slice each among themselves. Jobs of any caller may
-  // share a batch. Batches run in slices (EngineOptions::max_slice), and the most urgent batch gets
-  // the next one. A slice is longer than max_slice only where a job may not be cut (JobSpec::whole),
-  // or where one pass over a head takes longer.
+  // Order. Jobs of Priority::kInteractive go before those of kBatch, at every step: a stream, the
+  // next slice. A batch goes to the device that is free first, and stays there once it has begun.
+  // Among jobs of one priority the callers share the streams by weight, counted in estimated time;
+  // jobs of one caller go in the order in which they came, the short ones and those that take more
+  // than one slice each among themselves. Jobs of any caller may share a batch. Batches run in
+  // slices (EngineOptions::max_slice), and the most urgent batch gets the next one. A slice is
+  // longer than max_slice only where a job may not be cut (JobSpec::whole), or where one pass over
+  // a head takes longer.
   void Submit(std::shared_ptr<Job> job) { Submit({&job, 1}); }
   // Submits several jobs under one lock. Moves them out of the span.
   virtual void Submit(absl::Span<std::shared_ptr<Job>> jobs) = 0;
 
-  // Submits one job by a thread that has nothing else to do until the job has ended: where no other job is
-  // there, and a stream is idle, the thread runs a short job itself, in this call. That spares the job
-  // two hand-overs to other threads. It is not done on the host, nor for a kind of job that has not
-  // run before. Then `ended` runs when the stream is free again: for what should not wait until the
-  // engine has counted. Done has run by then, unless the job goes on in another slice.
+  // Submits one job by a thread that has nothing else to do until the job has ended: where no other
+  // job is there, and a stream is idle, the thread runs a short job itself, in this call. That
+  // spares the job two hand-overs to other threads. It is not done on the host, nor for a kind of
+  // job that has not run before. Then `ended` runs when the stream is free again: for what should
+  // not wait until the engine has counted. Done has run by then, unless the job goes on in another
+  // slice.
   virtual void SubmitAlone(std::shared_ptr<Job> job, absl::FunctionRef<void()> ended) = 0;
 
   // The caller of `job` is gone. If the job waits or is between two slices, it ends, and
@@ -119,8 +120,9 @@ class Engine {
   virtual std::optional<RunningBatch> OldestRunning() = 0;
 
   // Ends jobs with UNAVAILABLE and joins the threads of streams. When it returns, Done of every job
-  // has run. Waits for the slices that run, for ever if the device does not end them; jobs for which
-  // that is the last slice get their answers. The destructor calls it too. Not from inside Done.
+  // has run. Waits for the slices that run, for ever if the device does not end them; jobs for
+  // which that is the last slice get their answers. The destructor calls it too. Not from inside
+  // Done.
   virtual void Stop() = 0;
 
   virtual const EngineOptions& options() const = 0;

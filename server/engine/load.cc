@@ -47,8 +47,8 @@ constexpr absl::Duration kMinRetry = absl::Milliseconds(1);
 constexpr absl::Duration kMuchTime = absl::Seconds(1);
 constexpr double kShortTimeOfMuch = 0.1;
 
-// A short line always holds this many calls of a caller: while one runs, another comes. With 1, and 8 callers on a core, threads slept and woke more often: 5% fewer
-// calls.
+// A short line always holds this many calls of a caller: while one runs, another comes. With 1, and
+// 8 callers on a core, threads slept and woke more often: 5% fewer calls.
 constexpr int kShortLineFree = 2;
 
 }  // namespace

@@ -34,7 +34,8 @@ class NumaNodes {
 
 // Keeps the calling thread on some processors until it is destroyed. Memory that the thread
 // allocates and first writes meanwhile is near them; so is memory that a driver pins for it. Does
-// nothing where `cpus` is empty, where the thread may use none of them, or where the system refuses.
+// nothing where `cpus` is empty, where the thread may use none of them, or where the system
+// refuses.
 class CpuScope {
  public:
   explicit CpuScope(const CpuSet& cpus);

@@ -24,8 +24,8 @@ class Places {
   Places(const Places&) = delete;
   Places& operator=(const Places&) = delete;
 
-  // The smallest free run that has `bytes` bytes, on a page border. Null: there is none. The memory may
-  // outlive this object.
+  // The smallest free run that has `bytes` bytes, on a page border. Null: there is none. The memory
+  // may outlive this object.
   std::shared_ptr<std::byte> Take(size_t bytes);
 
   // Memory that is pinned, in bytes.

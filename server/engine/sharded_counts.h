@@ -9,8 +9,8 @@
 
 namespace logitd::engine {
 
-// N counts. Add costs a few nanoseconds however many threads count: threads share a shard only where
-// there are more than kShards of them. Thread-safe.
+// N counts. Add costs a few nanoseconds however many threads count: threads share a shard only
+// where there are more than kShards of them. Thread-safe.
 template <size_t N>
 class ShardedCounts {
  public:

@@ -26,7 +26,8 @@ constexpr double kVisitsPerFrame = 16;
 // A shorter body is copied behind its frame's head.
 constexpr size_t kCopiedBody = size_t{2} << 10;
 
-// Memory of a stream and its owner beside the header list, measured and rounded up: 3.7 KiB for Score.
+// Memory of a stream and its owner beside the header list, measured and rounded up: 3.7 KiB for
+// Score.
 constexpr int64_t kOverhead = 4096;
 constexpr int64_t kOwnBytes = 2048;  // of a connection: its object, its names, its timer's place
 constexpr int64_t kTickNs = 1'000'000'000;

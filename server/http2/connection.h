@@ -83,8 +83,8 @@ class ConnectionHost {
 // counts into it.
 class Held {
  public:
-  // `total`: of all loops. `limit`: beyond it no stream begins and no early bytes are taken; beyond 7/8
-  // of it, none of a connection that holds more than kSmall.
+  // `total`: of all loops. `limit`: beyond it no stream begins and no early bytes are taken; beyond
+  // 7/8 of it, none of a connection that holds more than kSmall.
   Held(std::atomic<int64_t>* total, int64_t limit) : total_(total), limit_(limit) {}
 
   void Add(int64_t bytes) {
@@ -110,8 +110,8 @@ class Held {
   int64_t unflushed_ = 0;
 };
 
-// The memory of an idle connection of a usual client, without TLS: nghttp2's session with its tables of
-// header fields, and Connection.
+// The memory of an idle connection of a usual client, without TLS: nghttp2's session with its
+// tables of header fields, and Connection.
 inline constexpr int64_t kIdleBytes = int64_t{44} << 10;
 
 // Used on its loop only, except account() and peer().

@@ -1,8 +1,8 @@
 // The frames in a connection's bytes, looked at before nghttp2 has them.
 //
-// gRPC's C core (1.33 to 1.51 do, 1.85 does not) resets a stream that it has not begun when a call is
-// cancelled, or its deadline passes, before its header list is sent. RFC 9113 ends the connection for that,
-// and so all other calls on it. Such a frame means nothing, and is left out.
+// gRPC's C core (1.33 to 1.51 do, 1.85 does not) resets a stream that it has not begun when a call
+// is cancelled, or its deadline passes, before its header list is sent. RFC 9113 ends the
+// connection for that, and so all other calls on it. Such a frame means nothing, and is left out.
 #ifndef LOGITD_SERVER_HTTP2_FRAME_HEADS_H_
 #define LOGITD_SERVER_HTTP2_FRAME_HEADS_H_
 
@@ -18,8 +18,9 @@ namespace logitd::http2 {
 // Not thread-safe.
 class FrameHeads {
  public:
-  // Takes bytes from the start of `*bytes`, which is not empty, and returns those of them that go on: a
-  // part of `*bytes`, or a frame's head that came in pieces. Empty: none of those that were taken.
+  // Takes bytes from the start of `*bytes`, which is not empty, and returns those of them that go
+  // on: a part of `*bytes`, or a frame's head that came in pieces. Empty: none of those that were
+  // taken.
   absl::Span<const std::byte> Next(absl::Span<const std::byte>* bytes);
 
   // True: the last Next found a frame to leave out.

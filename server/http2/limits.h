@@ -60,23 +60,23 @@ struct Limits {
   // exceeds them is refused.
   int64_t max_early_bytes = int64_t{16} << 20;
 
-  // Frames that carry nothing (answers to pings too): all kinds except DATA and HEADERS. control_frames
-  // at once, control_rate more each second, four more for each DATA or HEADERS frame in either
-  // direction. A SETTINGS frame costs one more for each 16 open streams, since nghttp2 visits them all;
-  // a header list one for each KiB, since a few bytes can stand for a long one.
+  // Frames that carry nothing (answers to pings too): all kinds except DATA and HEADERS.
+  // control_frames at once, control_rate more each second, four more for each DATA or HEADERS frame
+  // in either direction. A SETTINGS frame costs one more for each 16 open streams, since nghttp2
+  // visits them all; a header list one for each KiB, since a few bytes can stand for a long one.
   double control_frames = 20000;
   double control_rate = 5000;
   // PING frames that ask: pings at once, one more for each min_ping_interval, and one more for each
   // DATA or HEADERS frame that goes to the peer: clients measure their round trip when one comes.
   double pings = 10;
   absl::Duration min_ping_interval = absl::Seconds(5);
-  // DATA frames of less than tiny_frame bytes: tiny_frames, tiny_rate more each second, two more for
-  // each message, and one more for each KiB.
+  // DATA frames of less than tiny_frame bytes: tiny_frames, tiny_rate more each second, two more
+  // for each message, and one more for each KiB.
   size_t tiny_frame = 256;
   double tiny_frames = 2048;
   double tiny_rate = 1000;
-  // Calls that the peer cancels: resets, reset_rate more each second, and one more for each call that
-  // was answered.
+  // Calls that the peer cancels: resets, reset_rate more each second, and one more for each call
+  // that was answered.
   double resets = 2048;
   double reset_rate = 500;
   uint32_t unread_acks = 10000;  // PING and SETTINGS frames whose acks the peer does not take

@@ -98,7 +98,8 @@ class Source {
   bool at_turn_end_ = false;
 };
 
-// Post may be called by any thread, the other methods only by the loop's own thread, or before Start.
+// Post may be called by any thread, the other methods only by the loop's own thread, or before
+// Start.
 class Loop {
  public:
   using Clock = int64_t (*)();
@@ -114,7 +115,8 @@ class Loop {
   void Start(const char* name);
   // Tasks that come later run in the next Stop, on its thread.
   void Stop();
-  // One turn, on this thread, which Start was not called for. `wait`: until there is something to do.
+  // One turn, on this thread, which Start was not called for. `wait`: until there is something to
+  // do.
   void Turn(bool wait);
   int index() const { return index_; }
   // Any thread: a turn has taken long, so what others have sent may wait unread.

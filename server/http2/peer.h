@@ -14,8 +14,8 @@ namespace logitd::http2 {
 struct PeerInfo {
   uint64_t id = 0;   // from 1; never used again
   std::string name;  // "ipv4:127.0.0.1:40123", "ipv6:[::1]:40123", "unix:connection-ID"
-  // Connections of one origin share limits: an address without its port (of IPv6 its first 64 bits),
-  // "localhost", or "uid:UID" of a Unix socket.
+  // Connections of one origin share limits: an address without its port (of IPv6 its first 64
+  // bits), "localhost", or "uid:UID" of a Unix socket.
   std::string origin;
   std::optional<uint32_t> uid;                 // of the process at the other end of a Unix socket
   std::vector<std::string> certificate_names;  // TlsSession::CertificateNames

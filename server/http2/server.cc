@@ -117,8 +117,8 @@ class Server::Host final : public ConnectionHost {
     int64_t looked_ns = 0;
   };
 
-  // Closes the oldest connection in a handshake if there are too many, at first of those whose peers
-  // are silent.
+  // Closes the oldest connection in a handshake if there are too many, at first of those whose
+  // peers are silent.
   void MakeRoomForHandshake() {
     const auto most = std::max<int64_t>(1, server_->options_.max_handshakes / server_->loops());
     const auto full = [&] { return static_cast<int64_t>(handshakes_.size()) >= most; };

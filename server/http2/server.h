@@ -33,8 +33,8 @@ struct ServerOptions {
   Times times;
   // An origin (PeerInfo::origin) may have about half of them: as many as are left for others.
   int64_t max_connections = 1024;
-  // The most that all connections hold beside admitted bodies: the sum of Account::held. Beyond 7/8 of
-  // it connections are closed: of the origin that holds most without moving, the one that does.
+  // The most that all connections hold beside admitted bodies: the sum of Account::held. Beyond 7/8
+  // of it connections are closed: of the origin that holds most without moving, the one that does.
   int64_t max_held_bytes = int64_t{256} << 20;
   // TLS handshakes that are not finished. Each loop has its part of them; one more there ends the
   // oldest that has sent nothing, or else the oldest.
@@ -76,8 +76,8 @@ class Server {
   const std::vector<std::string>& listening() const { return listener_.listening(); }
   // Starts the loops, which accept from here on.
   void Start();
-  // Connections take no more streams, and close when theirs have ended. New ones are still accepted:
-  // their calls learn from the layer above that the server drains.
+  // Connections take no more streams, and close when theirs have ended. New ones are still
+  // accepted: their calls learn from the layer above that the server drains.
   void Drain();
   // Stops listening, closes all connections and ends the loops.
   void Shutdown();

@@ -15,8 +15,8 @@ namespace logitd::http2 {
 namespace {
 
 constexpr int32_t kConnectionWindow = int32_t{1} << 30;  // streams have the windows that matter
-// The table of response fields. Those that repeat fit; more would cost each connection memory for fields
-// that differ.
+// The table of response fields. Those that repeat fit; more would cost each connection memory for
+// fields that differ.
 constexpr size_t kResponseTable = 512;
 // The most of a body in one DATA frame. More is larger than nghttp2's buffer.
 constexpr size_t kFrameBytes = size_t{64} << 10;

@@ -84,8 +84,8 @@ class StreamEvents {
   virtual void OnBody(absl::Span<const std::byte> bytes) = 0;
   // The peer's body has ended.
   virtual void OnEnd() = 0;
-  // Bytes up to a Bytes::ends_message have been given to the kernel. Once for each, except for those
-  // that went out with the stream's end.
+  // Bytes up to a Bytes::ends_message have been given to the kernel. Once for each, except for
+  // those that went out with the stream's end.
   virtual void OnSent() {}
   // Once, at the end. The stream is gone afterwards.
   virtual void OnClosed(Closed why) = 0;
@@ -107,8 +107,8 @@ class Stream {
   // The peer may send `bytes` of body from the beginning, in all. Less than before has no effect.
   void Grant(int64_t bytes);
   int64_t granted() const { return granted_; }
-  // Body bytes that the owner holds without having asked for them; see Limits::max_early_bytes. False:
-  // the connection holds too many, and these are not counted.
+  // Body bytes that the owner holds without having asked for them; see Limits::max_early_bytes.
+  // False: the connection holds too many, and these are not counted.
   bool HoldEarly(int64_t bytes);
   void ReleaseEarly();
   // A message was complete: see Limits::tiny_frames.
@@ -117,8 +117,8 @@ class Stream {
   // The response: its header list, any number of Sends, then the end. All go out at the turn's end.
   void Respond(absl::Span<const Field> headers);
   void Send(Bytes bytes);
-  // A response that has only trailers if Respond was not called. A peer that has not ended its request
-  // is told to stop sending after Times::stop.
+  // A response that has only trailers if Respond was not called. A peer that has not ended its
+  // request is told to stop sending after Times::stop.
   void End(absl::Span<const Field> trailers);
   void Reset(uint32_t error);
 

@@ -120,8 +120,8 @@ const BIO_METHOD* TlsSession::SocketMethod() {
       BIO_clear_retry_flags(bio);
       return static_cast<TlsSession*>(BIO_get_data(bio))->ReadSocket(bio, data, bytes);
     });
-    // Takes everything, so that OpenSSL never waits for the socket: the session knows what the kernel
-    // has not taken.
+    // Takes everything, so that OpenSSL never waits for the socket: the session knows what the
+    // kernel has not taken.
     BIO_meth_set_write(made, [](BIO* bio, const char* data, int bytes) {
       auto* const session = static_cast<TlsSession*>(BIO_get_data(bio));
       BIO_clear_retry_flags(bio);

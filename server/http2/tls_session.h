@@ -35,8 +35,8 @@ inline constexpr auto kHandshakeEndNames = std::to_array<std::string_view>(
 // Used by one thread at a time. Never blocks.
 class TlsSession {
  public:
-  // Memory, measured and rounded up: during a handshake and after it. kReadBuffer more while a record
-  // has come in part, and up to kWriteGroup while the peer does not take what was written.
+  // Memory, measured and rounded up: during a handshake and after it. kReadBuffer more while a
+  // record has come in part, and up to kWriteGroup while the peer does not take what was written.
   static constexpr int64_t kHandshakeBytes = int64_t{48} << 10;
   static constexpr int64_t kIdleBytes = int64_t{20} << 10;
   // Ciphertext that is read at once. OpenSSL decrypts it in place, so it should fit the cache.

@@ -67,8 +67,8 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .status = batch.Out(kSampleStatus)};
 }
 
-// A bit of JobSpec::wanted: some row may need more than a few of its first tokens. The other rows need
-// at most JobSpec::max_row_entries.
+// A bit of JobSpec::wanted: some row may need more than a few of its first tokens. The other rows
+// need at most JobSpec::max_row_entries.
 inline constexpr uint32_t kMoreThanKept = 1;
 
 inline constexpr engine::OpTraits kSampleTraits = {

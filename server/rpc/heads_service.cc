@@ -79,8 +79,8 @@ constexpr PlainMethod kGet = {.path = "/logitd.v1.Heads/Get"};
 
 }  // namespace
 
-// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first. Report,
-// Conclude and ended are for the thread of the loads, the rest for the call's loop.
+// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
+// Report, Conclude and ended are for the thread of the loads, the rest for the call's loop.
 class LoadCall final : public PlainCall {
  public:
   LoadCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)

@@ -31,8 +31,8 @@ class HealthService {
   // This outlives the registry.
   void Register(Registry* registry);
 
-  // The empty name is the whole server. New names only before the server starts: a watch of an unknown
-  // name never learns of it.
+  // The empty name is the whole server. New names only before the server starts: a watch of an
+  // unknown name never learns of it.
   void Set(const std::string& service, bool serving);
   // nullopt: it was never set.
   std::optional<bool> Get(const std::string& service) const;
@@ -46,9 +46,9 @@ class HealthService {
   std::map<const WatchCall*, std::weak_ptr<ServerCall>> watches_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A server for probes only. It has a loop, connections and limits of its own, all small, and no TLS:
-// nothing that peers of the other server hold or do keeps a probe from its answer. Methods from one
-// thread.
+// A server for probes only. It has a loop, connections and limits of its own, all small, and no
+// TLS: nothing that peers of the other server hold or do keeps a probe from its answer. Methods
+// from one thread.
 class ProbeServer final : private http2::ServerEvents {
  public:
   static constexpr int64_t kMaxConnections = 64;

@@ -26,8 +26,8 @@ class Registry {
 
   // `path`: "/logitd.v1.Sampler/TopK".
   void Add(std::string path, Make make) { methods_[std::move(path)] = std::move(make); }
-  // Starts the call of a stream whose header list is there. Null: the stream has been ended, because it
-  // is no gRPC call, must be refused, or nobody serves its path.
+  // Starts the call of a stream whose header list is there. Null: the stream has been ended,
+  // because it is no gRPC call, must be refused, or nobody serves its path.
   std::shared_ptr<ServerCall> Start(http2::Stream* stream, const CallTracker& tracker) const;
 
  private:

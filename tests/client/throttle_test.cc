@@ -12,8 +12,8 @@ using ::testing::HasSubstr;
 
 class ThrottleTest : public ::testing::Test {
  protected:
-  // `calls` calls in `seconds`, to a server that takes every `of`th of those that are sent. Returns how
-  // many were sent.
+  // `calls` calls in `seconds`, to a server that takes every `of`th of those that are sent. Returns
+  // how many were sent.
   int Run(int calls, double seconds, int of) {
     int sent = 0;
     for (int i = 0; i < calls; ++i) {

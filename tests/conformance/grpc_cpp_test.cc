@@ -1,5 +1,5 @@
-// gRPC's interoperability cases by gRPC's C++ client. Against a server in this process, or the one that
-// CONFORMANCE_TARGET names: over TLS if CONFORMANCE_AUTHORITIES names a file.
+// gRPC's interoperability cases by gRPC's C++ client. Against a server in this process, or the one
+// that CONFORMANCE_TARGET names: over TLS if CONFORMANCE_AUTHORITIES names a file.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 

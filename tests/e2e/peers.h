@@ -93,8 +93,8 @@ class GenericCall {
   bool finished_ = false;
 };
 
-// A unary call on its own connection whose answer is never read. Its peer is alive and takes only what
-// gRPC reads by itself. The destructor cancels it.
+// A unary call on its own connection whose answer is never read. Its peer is alive and takes only
+// what gRPC reads by itself. The destructor cancels it.
 class UnreadCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   UnreadCall(const std::string& address, const std::string& method,

@@ -30,8 +30,8 @@ class RawPeer {
   bool Send(std::string_view bytes);
   // Reads until the server ends the connection. False: it did not within `timeout`.
   bool EndsWithin(absl::Duration timeout);
-  // Reads until a frame of `type` comes for `stream`. False: it did not within `timeout`. `text`, if not
-  // null, gets ServerFrame::text.
+  // Reads until a frame of `type` comes for `stream`. False: it did not within `timeout`. `text`,
+  // if not null, gets ServerFrame::text.
   bool Gets(uint8_t type, uint32_t stream, absl::Duration timeout, std::string* text = nullptr);
 
  private:

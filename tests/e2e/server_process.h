@@ -32,10 +32,9 @@ Ended RunToEnd(const std::vector<std::string>& flags);
 // Not thread-safe, except Metric.
 class ServerProcess {
  public:
-  // Starts the server with a TCP port, a Unix socket, a metrics port and `flags`, on the CPU backend
-  // unless they name another. Waits until it listens, and throws std::runtime_error where it ends
-  // before. `max_files`: its hard limit of open files; 0: that of this
-  // process.
+  // Starts the server with a TCP port, a Unix socket, a metrics port and `flags`, on the CPU
+  // backend unless they name another. Waits until it listens, and throws std::runtime_error where
+  // it ends before. `max_files`: its hard limit of open files; 0: that of this process.
   explicit ServerProcess(std::vector<std::string> flags = {}, int max_files = 0);
   // Kills it if it still runs.
   ~ServerProcess();

@@ -1,5 +1,5 @@
-// Heads that are cut over the GPUs of one server, over gRPC. Skipped on a machine with fewer than two,
-// except what one GPU is asked; that is skipped without any.
+// Heads that are cut over the GPUs of one server, over gRPC. Skipped on a machine with fewer than
+// two, except what one GPU is asked; that is skipped without any.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -65,8 +65,8 @@ TEST_F(ShardedGpuTest, TheBitsAreThoseOfAWholeHead) {
   }
 }
 
-// The answers of a server that starts with `flags`. nullopt: it does not, because the machine has no
-// NCCL.
+// The answers of a server that starts with `flags`. nullopt: it does not, because the machine has
+// no NCCL.
 std::optional<std::vector<std::vector<std::string>>> AnswersByNccl(
     const std::vector<std::string>& flags) {
   try {

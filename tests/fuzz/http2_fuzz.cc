@@ -1,9 +1,9 @@
-// Any bytes on one plain connection, whose streams are read and answered: nothing breaks. After every part
-// the connection's account is what its streams hold, and at the end it is nothing.
+// Any bytes on one plain connection, whose streams are read and answered: nothing breaks. After
+// every part the connection's account is what its streams hold, and at the end it is nothing.
 //
-// The first byte says how the rest arrives: 1: after the preface and empty settings; 2: the client does
-// not read; 4: time passes between the parts; 8: the server drains in the middle. Its upper half is the
-// parts' size.
+// The first byte says how the rest arrives: 1: after the preface and empty settings; 2: the client
+// does not read; 4: time passes between the parts; 8: the server drains in the middle. Its upper
+// half is the parts' size.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>

@@ -1,5 +1,6 @@
-// Any bytes in the memory of a ring, changed between the steps of the server: what it takes out lies
-// within the message's bounds, what it puts there within the ring, and nothing else is touched.
+// Any bytes in the memory of a ring, changed between the steps of the server: what it takes out
+// lies within the message's bounds, what it puts there within the ring, and nothing else is
+// touched.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// One connection over a socket pair, with a client that writes any frames. The test's thread runs the
-// loop, whose clock the test sets.
+// One connection over a socket pair, with a client that writes any frames. The test's thread runs
+// the loop, whose clock the test sets.
 #ifndef LOGITD_TESTS_HTTP2_ONE_CONNECTION_H_
 #define LOGITD_TESTS_HTTP2_ONE_CONNECTION_H_
 

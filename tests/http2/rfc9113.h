@@ -100,7 +100,8 @@ class Peer : public OneConnection {
 
 enum class Ends : uint8_t { kNothing, kStream, kConnection };
 
-// The answer that a row demands. Section 5.4.1 lets a server end the connection where a stream's end would do.
+// The answer that a row demands. Section 5.4.1 lets a server end the connection where a stream's
+// end would do.
 struct Outcome {
   Ends ends;
   uint32_t code = 0;

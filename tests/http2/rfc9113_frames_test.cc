@@ -288,7 +288,8 @@ TEST(Rfc9113Frames, Section5_1_ResetsOfStreamsThatNeverBeganAreLeftOutHoweverThe
   }
 }
 
-// A client that has not read the setting yet may try again elsewhere; one that has breaks the protocol.
+// A client that has not read the setting yet may try again elsewhere; one that has breaks the
+// protocol.
 TEST(Rfc9113Frames, Section5_1_2_StreamsBeyondTheSettingAreRefused) {
   Peer early(/*max_streams=*/2);
   early.Send(kMagic + Encoded({.type = NGHTTP2_SETTINGS}));

@@ -71,8 +71,8 @@ TEST_F(AttentionSoftmaxCpuTest, StreamsOfOneBackendComputeAtOnceWithoutMixingRow
   });
 }
 
-// Results of 2 MiB and more pass the caches, by whole lines of memory: rows begin and end anywhere in
-// a line, and see any part of their keys.
+// Results of 2 MiB and more pass the caches, by whole lines of memory: rows begin and end anywhere
+// in a line, and see any part of their keys.
 TEST_F(AttentionSoftmaxCpuTest, CallsOfManyMebibytesHaveTheBitsOfSmallOnes) {
   struct Form {
     DType dtype, out_dtype;

@@ -1,4 +1,4 @@
-// What cross_entropy_training must do on every backend: claims by hand, parity with double precision,
+// cross_entropy_training on every backend: claims by hand, parity with double precision,
 // and the bits of the two ops one after the other. One table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_CROSS_ENTROPY_TRAINING_CASES_H_
 #define LOGITD_TESTS_KERNELS_CROSS_ENTROPY_TRAINING_CASES_H_
@@ -126,8 +126,8 @@ inline LossTrainingCall MakeTrainingCall(const LossCase& c) {
   return call;
 }
 
-// "" where the call has the bits of cross_entropy and of its backward with that logsumexp, else what
-// differs first. A NaN may be any.
+// "" where the call has the bits of cross_entropy and of its backward with that logsumexp, else
+// what differs first. A NaN may be any.
 inline std::string OtherBitsThanInTwoCalls(OpRunner& runner, const LossTrainingCall& call,
                                            const LossTrainingAnswer& got) {
   const auto loss = runner.CrossEntropy(call.logits, call.batch);
@@ -239,8 +239,8 @@ inline std::vector<LossCase> LeftOutCases() {
 }
 
 // "" where rows that ask for nothing have answers of 0, whatever their logits hold, and where all
-// other answers, and all gradients, have the bits of a call that leaves out no row. Every third row asks
-// for nothing, then every row does.
+// other answers, and all gradients, have the bits of a call that leaves out no row. Every third row
+// asks for nothing, then every row does.
 inline std::string FirstLeftOutLossDifference(OpRunner& runner, const LossCase& c) {
   for (const int64_t every : {3, 1}) {
     LossTrainingCall call = MakeTrainingCall(c);

@@ -1,5 +1,5 @@
-// The CUDA devices of tests that cut heads over several. Where there are fewer devices than shards, a
-// device has several shards.
+// The CUDA devices of tests that cut heads over several. Where there are fewer devices than shards,
+// a device has several shards.
 #ifndef LOGITD_TESTS_KERNELS_CUDA_SHARDS_H_
 #define LOGITD_TESTS_KERNELS_CUDA_SHARDS_H_
 
@@ -17,7 +17,8 @@
 
 namespace logitd::testing {
 
-// `shards` devices, the first one that of the tests. Those that cannot reach its memory are left out.
+// `shards` devices, the first one that of the tests. Those that cannot reach its memory are left
+// out.
 inline std::vector<std::unique_ptr<Backend>> DevicesOf(int shards) {
   std::vector<int> numbers;
   for (int i = 0; i < CountCudaDevices(); ++i) {

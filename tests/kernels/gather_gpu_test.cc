@@ -1,4 +1,5 @@
-// Rows that a stream copies from where they lie: shared memory of the device, and pinned host memory.
+// Rows that a stream copies from where they lie: shared memory of the device, and pinned host
+// memory.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>

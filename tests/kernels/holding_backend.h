@@ -1,5 +1,5 @@
-// A CUDA device that hangs in new streams, in the partials of linear_topk, in a shard's logits, and in
-// the gradients of training, from Hold to Release.
+// A CUDA device that hangs in new streams, in the partials of linear_topk, in a shard's logits, and
+// in the gradients of training, from Hold to Release.
 #ifndef LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
 #define LOGITD_TESTS_KERNELS_HOLDING_BACKEND_H_
 

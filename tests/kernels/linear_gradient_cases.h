@@ -288,8 +288,8 @@ inline std::string BrokenGradientIsolation(OpRunner& runner) {
 }
 
 // "" where a call of only ignored rows has gradients of zeros, whatever the weights and the hidden
-// states, and answers of 0 where they are left out: of the backward, and of training, also where it has
-// a kernel of its own.
+// states, and answers of 0 where they are left out: of the backward, and of training, also where it
+// has a kernel of its own.
 inline std::string BrokenGradientOfIgnored(OpRunner& runner, const LinearCase& c) {
   const LinearInput input = RandomInput(c);
   for (const int64_t counted_rows : {-1, 0}) {
@@ -545,8 +545,8 @@ inline std::vector<DType> SixteenBitTypes() { return {DType::kBF16, DType::kF16}
 
 // ---- Rows that are left out
 
-// "" where rows that ask for nothing have answers and gradients of zeros, whatever their hidden states
-// hold, and other rows have the bits that they have in a call that leaves none out.
+// "" where rows that ask for nothing have answers and gradients of zeros, whatever their hidden
+// states hold, and other rows have the bits that they have in a call that leaves none out.
 inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c) {
   const auto differs = [&](std::string_view what, int64_t r) {
     return absl::StrFormat("%s: %s of row %d", Describe(c), what, r);
@@ -603,8 +603,8 @@ inline std::string FirstLeftOutDifference(OpRunner& runner, const LinearCase& c)
   return "";
 }
 
-// "" where the backward gives a row the d_hidden that it has in a call that leaves out no row, to the
-// bit, and the other gradients are those of the reference: they may sum rows in another order.
+// "" where the backward gives a row the d_hidden that it has in a call that leaves out no row, to
+// the bit, and the other gradients are those of the reference: they may sum rows in another order.
 inline std::string FirstLeftOutBackwardDifference(OpRunner& runner, const LinearCase& c) {
   const LinearInput input = RandomInput(c);
   LinearBackwardCall call = MakeLinearBackwardCall(c, input, c.dtype);

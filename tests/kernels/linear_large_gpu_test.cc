@@ -41,9 +41,10 @@ constexpr int64_t kVocabs[] = {32000, 128256, 256000};
 
 double MiB(int64_t bytes) { return static_cast<double>(bytes) / kMiB; }
 
-// The device memory that this process holds, and the most that it held. The linker puts functions that
-// count, at the end of this file, in place of the runtime's: the device's free memory would show other
-// processes too. What cuBLASLt itself takes is not seen; it gets its workspace. Thread-safe.
+// The device memory that this process holds, and the most that it held. The linker puts functions
+// that count, at the end of this file, in place of the runtime's: the device's free memory would
+// show other processes too. What cuBLASLt itself takes is not seen; it gets its workspace.
+// Thread-safe.
 class HeldMemory {
  public:
   void Add(const void* data, size_t bytes) {
@@ -84,8 +85,8 @@ HeldMemory& Held() {
   return held;
 }
 
-// The most memory that `run` holds. A first run is not counted: it loads kernels and cuBLASLt, once a
-// process.
+// The most memory that `run` holds. A first run is not counted: it loads kernels and cuBLASLt, once
+// a process.
 template <class Run>
 int64_t AddedBytes(Run run) {
   run();
@@ -146,8 +147,8 @@ class LossProblem {
         d_hidden_(kLossRows * kHidden),
         d_weight_(vocab * kHidden) {}
 
-  // Fused and Unfused allocate what they need besides inputs and outputs. The gradients are those of
-  // the mean of the losses.
+  // Fused and Unfused allocate what they need besides inputs and outputs. The gradients are those
+  // of the mean of the losses.
   void Fused(int64_t scratch_bytes, Step step) {
     OwnScratch own(scratch_bytes);
     const LinearCrossEntropyTrainingArgs training{.gradient = {.hidden = Hidden(),

@@ -1,5 +1,5 @@
-// A backend whose streams run linear ops as a caller of kernels/shards.h does who has an exchange of
-// his own: partials of all shards, one after another on one device, then the merge.
+// A backend whose streams run linear ops as a caller of kernels/shards.h does who has an exchange
+// of his own: partials of all shards, one after another on one device, then the merge.
 #ifndef LOGITD_TESTS_KERNELS_PARTIAL_BACKEND_H_
 #define LOGITD_TESTS_KERNELS_PARTIAL_BACKEND_H_
 

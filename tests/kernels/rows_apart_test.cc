@@ -1,4 +1,5 @@
-// Logits whose rows lie apart (TensorView::row_data), on the CPU backend: the same bits as together.
+// Logits whose rows lie apart (TensorView::row_data), on the CPU backend: the same bits as
+// together.
 #include <gtest/gtest.h>
 
 #include <cstring>

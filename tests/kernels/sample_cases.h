@@ -1,5 +1,5 @@
-// What sample must do on every backend: answers by hand, parity with double precision, and bits
-// that do not depend on other rows. One table for the CPU and the GPU. Long because all cases of a new
+// sample on every backend: answers by hand, parity with double precision, and bits that do not
+// depend on other rows. One table for the CPU and the GPU. Long because all cases of a new
 // parameter go into one file.
 #ifndef LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_
 #define LOGITD_TESTS_KERNELS_SAMPLE_CASES_H_

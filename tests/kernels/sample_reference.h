@@ -21,7 +21,7 @@ namespace logitd::testing {
 // The share of a sum that f32 rounding may shift.
 inline constexpr double kShift = 4e-6;
 
-// The same of top_n_sigma's border, as a share of the logits.
+// The share of the logits by which rounding may shift top_n_sigma's border.
 inline constexpr double kSigmaShift = 1e-9;
 
 // Logits in an order, with weights: one of the distributions a row has.

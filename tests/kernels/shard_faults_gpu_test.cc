@@ -70,8 +70,8 @@ class OneRow {
   const Slab slab_;
 };
 
-// Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends it
-// with 0 where all is as it should be.
+// Runs in a process of its own, because a device that has read a wrong address is lost to it. Ends
+// it with 0 where all is as it should be.
 void FaultOnTheSecondDevice(ShardExchange exchange) {
   const std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
   const std::vector<Backend*> backends = {devices[0].get(), devices[1].get()};
@@ -98,8 +98,8 @@ TEST_F(ShardsByNcclGpuTest, AFaultOfOneDeviceEndsTheCall) {
               "INTERNAL");
 }
 
-// Two devices, of which the second can be held, and a sharded stream of both. The second may be the first one
-// again.
+// Two devices, of which the second can be held, and a sharded stream of both. The second may be the
+// first one again.
 struct TwoDevices {
   static constexpr absl::Duration kHangAfter = absl::Milliseconds(500);
 
@@ -277,8 +277,8 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsDoesNotHoldUpTheEndOfAStreamThatNobo
               "OK; OK; known to hang");
 }
 
-// A device hangs in work that the stream does not know, while NCCL's joining, which was given up, may use
-// it: what takes the stream down leaves its memory.
+// A device hangs in work that the stream does not know, while NCCL's joining, which was given up,
+// may use it: what takes the stream down leaves its memory.
 void HangWhileNcclJoins() {
   alarm(60);
   const std::vector<std::unique_ptr<Backend>> devices = DevicesOf(2);
@@ -303,7 +303,8 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatHangsWhileNcclJoinsDoesNotHoldUpTheStart)
               "not done after 0; UNAVAILABLE.*an earlier attempt has not ended");
 }
 
-// Training of 8 rows of zeros, on a head of zeros, whose second shard has its gradients on its device.
+// Training of 8 rows of zeros, on a head of zeros, whose second shard has its gradients on its
+// device.
 class EightRows {
  public:
   EightRows(Backend& first, Backend& second)
@@ -422,8 +423,8 @@ TEST_F(ShardsByNcclGpuTest, ADeviceThatIsLateEndsTheCallAndServesTheNext) {
               "OK; UNAVAILABLE.*; OK");
 }
 
-// Two calls in one batch. The second is of a new kind, so it waits on the host, and is given up: the first
-// has then merged what was not there.
+// Two calls in one batch. The second is of a new kind, so it waits on the host, and is given up:
+// the first has then merged what was not there.
 void LateInTheSecondCall(ShardExchange exchange) {
   RowOnTwoDevices on(exchange);
   const absl::Status before = on.Run();

@@ -110,8 +110,9 @@ TEST_F(ShardsGpuTest, GradientsOfPartsAreThoseOfTheWhole) {
   }
 }
 
-// Heads of several cells, whose last one is short, of one cell, and of several chunks of training.cu on
-// a shard. The last does not fit it: the forward and the backward are calls of their own.
+// Heads of several cells, whose last one is short, of one cell, and of several chunks of
+// training.cu on a shard. The last does not fit it: the forward and the backward are calls of their
+// own.
 std::vector<LinearCase> TrainingOnShardsCases() {
   std::vector<LinearCase> cases;
   uint64_t n = 500;

@@ -1,5 +1,5 @@
-// Linear ops on heads that are cut over several devices, on the CPU backend: the bits of one device,
-// and what happens where one device fails.
+// Linear ops on heads that are cut over several devices, on the CPU backend: the bits of one
+// device, and what happens where one device fails.
 #include "kernels/shards.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// What tests of codecs share: one loaded head, "h", 3 tokens x 2, f32, and one lease; a parsed request; a
-// table of refusals.
+// Shared by tests of codecs: one loaded head, "h", 3 tokens x 2, f32, and one lease; a parsed
+// request; a table of refusals.
 #ifndef LOGITD_TESTS_RPC_ONE_HEAD_H_
 #define LOGITD_TESTS_RPC_ONE_HEAD_H_
 

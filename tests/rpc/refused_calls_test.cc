@@ -36,8 +36,8 @@ struct Sent {
 
 class RefusedCallsTest : public ServedEngine {
  protected:
-  // More calls than can be done by the deadline, at 20 ms each. On a busy machine a call may take six
-  // times as long, and still more than 50 can be done.
+  // More calls than can be done by the deadline, at 20 ms each. On a busy machine a call may take
+  // six times as long, and still more than 50 can be done.
   static constexpr int kCalls = 800;
   static constexpr absl::Duration kDeadline = absl::Seconds(12);
 

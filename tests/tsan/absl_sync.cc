@@ -1,6 +1,7 @@
-// Tells ThreadSanitizer the order that Abseil's locks make. Debian's Abseil is built without it: the sanitizer then does
-// not see these locks and reports a race for all that they guard. The programs of a ThreadSanitizer build define the
-// functions that lock, so the libraries call these too; each calls Abseil's own.
+// Tells ThreadSanitizer the order that Abseil's locks make. Debian's Abseil is built without it:
+// the sanitizer then does not see these locks and reports a race for all that they guard. The
+// programs of a ThreadSanitizer build define the functions that lock, so the libraries call these
+// too; each calls Abseil's own.
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
@@ -43,8 +44,8 @@ auto NextOf(R (C::*member)(Args...)) {
   return reinterpret_cast<R (*)(C*, Args...)>(dlsym(RTLD_NEXT, info.dli_sname));
 }
 
-// An unlock, and a wait, evaluate the conditions of other threads, which the mutex guards although this thread's part of
-// the order has ended.
+// An unlock, and a wait, evaluate the conditions of other threads, which the mutex guards although
+// this thread's part of the order has ended.
 class IgnoreReads {
  public:
   IgnoreReads() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__); }

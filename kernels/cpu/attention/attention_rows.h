@@ -80,9 +80,9 @@ inline bool HasBF16Instructions() {
 #endif
 }
 
-// How far ahead rows that are seen whole are prefetched, in bytes; 0: not so. Intel's own prefetches
-// begin anew at every page, and what they miss is not hidden by arithmetic. Zen's do better (see
-// attention_softmax.cc).
+// How far ahead rows that are seen whole are prefetched, in bytes; 0: not so. Intel's own
+// prefetches begin anew at every page, and what they miss is not hidden by arithmetic. Zen's do
+// better (see attention_softmax.cc).
 inline int64_t BytesAhead(DType dtype) {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel")) return dtype == DType::kF32 ? 2048 : 4096;
@@ -107,8 +107,8 @@ inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& t
   return {.stream = large && !in_place, .by_instruction = HasBF16Instructions()};
 }
 
-// Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them. Of
-// many rows, more: the last row of a piece is written without another to weigh meanwhile. Pieces
+// Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
+// Of many rows, more: the last row of a piece is written without another to weigh meanwhile. Pieces
 // are larger only where every thread gets kLeastItems of them.
 inline constexpr int64_t kItemKeys = 32768;
 inline constexpr int64_t kMostItemKeys = 131072;

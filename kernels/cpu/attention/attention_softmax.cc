@@ -1,11 +1,11 @@
-// attention_softmax on the CPU. A row takes two passes; between them its weights lie in the thread's
-// scratch, 4 MiB at most, where most rows stay in the first or second cache. Large results are
-// written while the next row is weighed, which takes a second such memory: so stores past the caches
-// and arithmetic do not wait for each other.
+// attention_softmax on the CPU. A row takes two passes; between them its weights lie in the
+// thread's scratch, 4 MiB at most, where most rows stay in the first or second cache. Large results
+// are written while the next row is weighed, which takes a second such memory: so stores past the
+// caches and arithmetic do not wait for each other.
 //
-//   weigh:  the values x = scale * score + mask become weights 2^(x log2(e)), summed by cells of 1024
-//           keys, counted from the first key the row sees, and over cells in double precision. That
-//           is right where the total is neither large nor small, which is known at the end.
+//   weigh:  the values x = scale * score + mask become weights 2^(x log2(e)), summed by cells of
+//           1024 keys, counted from the first key the row sees, and over cells in double precision.
+//           That is right where the total is neither large nor small, which is known at the end.
 //           Otherwise the row is weighed again by cells, each against the exponent of its maximum:
 //           2^(x log2(e) - n) with a whole n, so that the subtraction loses no digit of x; then all
 //           cells are brought to one exponent. NaN and infinities are seen there.
@@ -13,16 +13,16 @@
 //           line of memory once and in order.
 //
 // bf16 keeps even and odd keys apart, as LoadTwo takes them, up to the result. A scale that is a
-// power of two is left to the product with log2(e). Results of 2 MiB and more pass the caches, except
-// for lines that two rows share, which are prefetched.
+// power of two is left to the product with log2(e). Results of 2 MiB and more pass the caches,
+// except for lines that two rows share, which are prefetched.
 //
 // Cost at [16, 1024, 1024] f32: reads and writes 67 MB once each, which is the floor; causal rows
 // 0.75 of that, as the zeros must be written.
 //
 // Limited by: memory for f32; by arithmetic for f16 and bf16, whose vector takes 14.5 operations on
-// two ports (11 to weigh it, 3.5 to write it; 6 without AVX512_BF16); by latencies for rows of a few
-// vectors. On an Intel Xeon the processor reads one stream so little ahead that arithmetic and waits
-// for memory add up: so rows that are seen whole are prefetched 2 or 4 KiB ahead there
+// two ports (11 to weigh it, 3.5 to write it; 6 without AVX512_BF16); by latencies for rows of a
+// few vectors. On an Intel Xeon the processor reads one stream so little ahead that arithmetic and
+// waits for memory add up: so rows that are seen whole are prefetched 2 or 4 KiB ahead there
 // (bench/results/cpu/attention_ahead.json).
 //
 // Measured: one thread of a Zen 4 at 3.7 GHz, 16 lanes, by processor time, GB/s of scores and

@@ -1,10 +1,10 @@
-// attention_softmax_backward on the CPU: one pass over a row for sum y dy, one for its gradient, which
-// is written as the forward's results are.
+// attention_softmax_backward on the CPU: one pass over a row for sum y dy, one for its gradient,
+// which is written as the forward's results are.
 //
 // Cost: two reads and a write of the row; the second read is out of cache.
 //
-// Limited by memory. Measured as the forward (attention_softmax.cc), GB/s: f32 35, causal 21.5; bf16
-// 27, causal 17. Prefetching rows that are read whole: f32 1.5 times the time.
+// Limited by memory. Measured as the forward (attention_softmax.cc), GB/s: f32 35, causal 21.5;
+// bf16 27, causal 17. Prefetching rows that are read whole: f32 1.5 times the time.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>

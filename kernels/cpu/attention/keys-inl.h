@@ -21,8 +21,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 // In place of a mask's element type where there is no mask.
 struct NoMask {};
 
-// Whether two vectors hold 2 * lanes keys in the order of LoadTwo: the even keys, then the odd ones.
-// bf16 results are put together from them as they were taken apart, which saves most of the
+// True where two vectors hold 2 * lanes keys in the order of LoadTwo: the even keys, then the odd
+// ones. bf16 results are put together from them as they were taken apart, which saves most of the
 // conversion.
 template <typename T, typename M, typename Out>
 constexpr bool kPaired =
@@ -84,8 +84,8 @@ HWY_INLINE void LoadWhere(const T* from, uint32_t bits, __m512i hidden, VF& a, V
 class NextCell {
  public:
   NextCell() = default;  // nothing
-  // For the cell that ends at `end`, of a row's `count` elements. `next_row` is read after this row,
-  // or is any address; null: nothing.
+  // For the cell that ends at `end`, of a row's `count` elements. `next_row` is read after this
+  // row, or is any address; null: nothing.
   template <typename T>
   HWY_INLINE NextCell(const T* row, int64_t end, int64_t count, const T* next_row)
       : at_(reinterpret_cast<const char*>(end < count ? row + end : next_row)) {}
@@ -168,8 +168,8 @@ HWY_INLINE void LoadFirst(DF d, const T* from, int64_t left, VF& a, VF& b) {
 #endif
 }
 
-// A vector of elements from `at` on, which may be negative; with kPairs a pair of them, as LoadBoth.
-// Zeros for those outside [0, count).
+// A vector of elements from `at` on, which may be negative; with kPairs a pair of them, as
+// LoadBoth. Zeros for those outside [0, count).
 template <bool kPairs, typename T>
 HWY_INLINE void LoadAround(DF d, const T* from, int64_t at, int64_t count, VF& a, VF& b) {
   const int64_t most = (kPairs ? 2 : 1) * static_cast<int64_t>(hn::Lanes(d));
@@ -230,9 +230,9 @@ inline bool IsPlainPower(float scale) {
   return std::frexp(scale, &exponent) == 0.5f && std::abs(exponent) <= 20;
 }
 
-// As LoadX and LoadLastX, but x may be NaN instead of -inf where a key is masked: where its score is
-// NaN or infinite, or where the scale is 0. With kScaleLater, x is for masks that are not added the
-// bare score, and -inf where masked.
+// As LoadX and LoadLastX, but x may be NaN instead of -inf where a key is masked: where its score
+// is NaN or infinite, or where the scale is 0. With kScaleLater, x is for masks that are not added
+// the bare score, and -inf where masked.
 template <bool kPairs, bool kScaleLater, typename T, typename M>
 class FastReader {
  public:

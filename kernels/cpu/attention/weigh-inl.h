@@ -216,8 +216,8 @@ class ZeroWeigher {
 };
 
 // Writes the weights against 0 of a row of `count` keys, then zeros. Returns their total, which
-// tells whether they are right. `ahead`: prefetches that many bytes ahead, if it is not 0; otherwise
-// `next_row` is for NextCell. meanwhile() is called after every four vectors of keys.
+// tells whether they are right. `ahead`: prefetches that many bytes ahead, if it is not 0;
+// otherwise `next_row` is for NextCell. meanwhile() is called after every four vectors of keys.
 template <bool kPairs, bool kScaleLater, typename T, typename M, class Meanwhile>
 HWY_INLINE double WeighAtOnce(const T* scores, const M* mask, int64_t count, float scale,
                               const T* next_row, int64_t ahead, const RowWeights& to,

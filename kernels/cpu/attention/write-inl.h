@@ -1,5 +1,5 @@
-// Results of attention_softmax on the CPU, from registers to memory. A row is written once, in order,
-// zeros included.
+// Results of attention_softmax on the CPU, from registers to memory. A row is written once, in
+// order, zeros included.
 #if defined(LOGITD_KERNELS_CPU_ATTENTION_WRITE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_ATTENTION_WRITE_INL_H_
 #undef LOGITD_KERNELS_CPU_ATTENTION_WRITE_INL_H_
@@ -194,11 +194,11 @@ class RowStream {
   int64_t end_ = 0;  // of the last whole line
 };
 
-// Writes the `keys` results of a row, zeros outside `seen`. `results(i)` returns the vector of those
-// from key i on, counted from seen.begin; results.From(i).Next() returns it and, called again, those
-// that follow. i may be negative and a vector may end after the last key, but some key of it is seen;
-// the others are zeros. With kStream, whole lines of memory pass the caches; a fence must follow
-// before other threads read them.
+// Writes the `keys` results of a row, zeros outside `seen`. `results(i)` returns the vector of
+// those from key i on, counted from seen.begin; results.From(i).Next() returns it and, called
+// again, those that follow. i may be negative and a vector may end after the last key, but some key
+// of it is seen; the others are zeros. With kStream, whole lines of memory pass the caches; a fence
+// must follow before other threads read them.
 template <class D, bool kStream, typename Out, class Results>
 HWY_INLINE void WriteRow(const Results& results, Out* row, int64_t keys, KeyRange seen) {
   if constexpr (kStream) {

@@ -1,21 +1,21 @@
 // linear_* on the CPU.
 //
-//   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of that
-//                   name on the logits.
-//   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary, reads
-//                   them for the loss while they are in L2, and goes on to the next cell. So logits
-//                   never go to memory. What is left of a cell is its partials, which are merged as
-//                   those of shards are: a whole head is its only shard. A rank needs its target's
-//                   logit first, which is one product of two vectors a row.
+//   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of
+//                   that name on the logits.
+//   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary,
+//                   reads them for the loss while they are in L2, and goes on to the next cell. So
+//                   logits never go to memory. What is left of a cell is its partials, which are
+//                   merged as those of shards are: a whole head is its only shard. A rank needs its
+//                   target's logit first, which is one product of two vectors a row.
 //   backward:       a block of 256 tokens at a time, and inside it 256 rows at a time: their logits
 //                   again, the gradient in place of the logits, and its products with the weights
 //                   and the hidden states. These are three products of the forward's size. Sums for
 //                   d_hidden stay in f32 for all rows until the last token.
 //
 // Cost: the product, 2 rows hidden vocab operations, which is the floor. topk and sample read the
-// weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a logit.
-// The loss reads them from memory once for every 256 rows, and from a cache for every 64 (128 rows of
-// 512 columns or fewer).
+// weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a
+// logit. The loss reads them from memory once for every 256 rows, and from a cache for every 64
+// (128 rows of 512 columns or fewer).
 //
 // Limited by: the product from some 16 rows on, by the read of the weights below.
 //
@@ -114,8 +114,8 @@ int64_t EvenPart(int64_t rows, int64_t most) {
   return RoundUp((rows + parts - 1) / parts, kTileRows);
 }
 
-// Rows whose partials are in memory at once. The more they are, the less often the weights come from
-// memory.
+// Rows whose partials are in memory at once. The more they are, the less often the weights come
+// from memory.
 int64_t LossRowsAtOnce(int64_t rows, int64_t hidden) {
   constexpr int64_t kMostLossRows = 256;
   constexpr int64_t kMostPacked = int64_t{1} << 22;

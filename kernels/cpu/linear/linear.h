@@ -30,8 +30,8 @@ struct CountedScratch {
 
 // Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits.
 // linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
-// bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums for
-// d_hidden, [rows, hidden].
+// bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums
+// for d_hidden, [rows, hidden].
 struct LinearScratch {
   AlignedBuffer packed, logits;
   AlignedBuffer hidden, weight, d_weight, d_hidden;

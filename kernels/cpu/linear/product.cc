@@ -1,9 +1,9 @@
 // Products of hidden states with weights on the CPU.
 //
 //   logits:  12 tokens at a time, as f32 in L1 by chunks of 256 columns (512 where that is all of
-//            them), against tiles of 4 rows out of L2. An element is a vector of sums, each over the
-//            columns of its lane. It takes one chunk after another, and its lanes are added at the
-//            end in one order.
+//            them), against tiles of 4 rows out of L2. An element is a vector of sums, each over
+//            the columns of its lane. It takes one chunk after another, and its lanes are added at
+//            the end in one order.
 //   add:     a tile of c stays in registers while k runs.
 //
 // Cost of logits: two operations for each row, token and column, which is the floor; one read of

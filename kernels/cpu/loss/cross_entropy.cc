@@ -11,14 +11,14 @@
 // linear_cross_entropy does both for the shards of a vocabulary (shard-inl.h).
 //
 // Cost at 64 x 131072 f32: reads 33.6 MB once, which is the floor. Smoothing and the entropy are
-// passes over cells in L2. A rank with top tokens reads again the cells that hold a token before the
-// target. A cell whose logits are small against the softcap takes 5 or 8 powers for it instead of a
-// table: 18 or 21 operations to a vector's sum instead of 29.
+// passes over cells in L2. A rank with top tokens reads again the cells that hold a token before
+// the target. A cell whose logits are small against the softcap takes 5 or 8 powers for it instead
+// of a table: 18 or 21 operations to a vector's sum instead of 29.
 //
 // Limited by: memory for a plain loss; by arithmetic for f16 and for a softcap.
 //
-// Measured: bench/results/cpu/losses.json, as shares of a bare read; before and after powers of tanh
-// and counted ranks, bench/results/cpu/softcap.json.
+// Measured: bench/results/cpu/losses.json, as shares of a bare read; before and after powers of
+// tanh and counted ranks, bench/results/cpu/softcap.json.
 #include "kernels/cpu/loss/cross_entropy.h"
 
 #include <algorithm>

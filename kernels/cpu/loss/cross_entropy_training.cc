@@ -1,5 +1,5 @@
-// cross_entropy_training on the CPU: where there are many rows, a thread writes a row's gradient just
-// after its loss, while the logits are in its cache.
+// cross_entropy_training on the CPU: where there are many rows, a thread writes a row's gradient
+// just after its loss, while the logits are in its cache.
 //
 // Cost: reads and writes the logits once each where a row fits into a cache of the core.
 #include "kernels/cpu/loss/cross_entropy.h"

@@ -1,5 +1,5 @@
-// linear_cross_entropy on a shard of the vocabulary: what its cells say of a row, cell after cell, and
-// the answers from the blocks of all shards. The contract is kernels/shards.h.
+// linear_cross_entropy on a shard of the vocabulary: what its cells say of a row, cell after cell,
+// and the answers from the blocks of all shards. The contract is kernels/shards.h.
 #if defined(LOGITD_KERNELS_CPU_LOSS_SHARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_LOSS_SHARD_INL_H_
 #undef LOGITD_KERNELS_CPU_LOSS_SHARD_INL_H_

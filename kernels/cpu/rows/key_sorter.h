@@ -10,8 +10,8 @@
 
 namespace logitd::cpu {
 
-// Sorts by Highway, except few keys: its sorter asks the system for random bytes at every call, which
-// takes longer than to sort them. A thread that runs at the same time needs one of its own.
+// Sorts by Highway, except few keys: its sorter asks the system for random bytes at every call,
+// which takes longer than to sort them. A thread that runs at the same time needs one of its own.
 class KeySorter {
  public:
   template <typename T>

@@ -61,8 +61,8 @@ HWY_INLINE void LoadTwo(DF d, const T* from, VF& a, VF& b) {
   }
 }
 
-// The larger one, or the smaller one; `b` where one of them is NaN. So do x86's instructions, but not
-// Highway's scalars.
+// The larger one, or the smaller one; `b` where one of them is NaN. So do x86's instructions, but
+// not Highway's scalars.
 HWY_INLINE VF MaxOrSecond(VF a, VF b) {
   return HWY_TARGET == HWY_SCALAR ? hn::IfThenElse(hn::Gt(a, b), a, b) : hn::Max(a, b);
 }

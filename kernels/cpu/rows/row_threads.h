@@ -34,8 +34,8 @@ inline bool TakesWholeRows(int64_t rows, int64_t vocab, const ThreadPool& pool,
          rows * CellCount(vocab) <= kMostItemCells;
 }
 
-// Calls take(r, begin, end) for every row, `at_once` of its cells at a time; a thread takes about as
-// many cells of shorter rows.
+// Calls take(r, begin, end) for every row, `at_once` of its cells at a time; a thread takes about
+// as many cells of shorter rows.
 template <class Take>
 void ForRowParts(int64_t rows, int64_t vocab, int64_t at_once, ThreadPool& pool, const Take& take) {
   const int64_t cells = std::max<int64_t>(1, CellCount(vocab));

@@ -5,8 +5,8 @@
 namespace logitd::cpu {
 
 // Around n * kTanhStep, tanh is a polynomial in the distance from there: kTanhPieces[j][n] is the
-// coefficient of its j-th power. Each goes through tanh at the six Chebyshev nodes of its piece; the
-// first one, an odd function, through tanh(z) / z at three. The last one is 1.
+// coefficient of its j-th power. Each goes through tanh at the six Chebyshev nodes of its piece;
+// the first one, an odd function, through tanh(z) / z at three. The last one is 1.
 inline constexpr float kTanhStep = 0.29f;
 inline constexpr int kTanhPowers = 6;
 alignas(64) inline constexpr float kTanhPieces[kTanhPowers][32] = {

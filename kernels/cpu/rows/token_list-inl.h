@@ -3,10 +3,10 @@
 //
 //   list:   the tokens whose logits reach a bound, by index, with or without weights.
 //   narrow: the key that ends the shortest prefix, by descending key, with some count or mass. A
-//           histogram over the keys' leading bits finds the bin that holds it; the next histogram is
-//           over that bin's members. So nothing is sorted but the last few.
-//   top:    the first k, sorted: pieces share out their tokens by value, and each range of values is
-//           sorted by itself.
+//           histogram over the keys' leading bits finds the bin that holds it; the next histogram
+//           is over that bin's members. So nothing is sorted but the last few.
+//   top:    the first k, sorted: pieces share out their tokens by value, and each range of values
+//           is sorted by itself.
 //
 // Cost of a token, with 16 lanes: 0.7 ns to list it, 1.0 with its weight, about 1 in a histogram of
 // masses, 5 to sort it. A step in pieces waits about 4 us for threads to wake.
@@ -14,11 +14,11 @@
 // Limited by: scalar integer sums for a mass; by the sort for a large K.
 //
 // Measured: bench/results/cpu/one_row.json, two cores: K = 20000 of one row of 131072 f32 248 us
-// (before, a sort of all tokens by one thread, 1412), a flat top-p 341 (713), min_p 76 (258): 9%, 6%
-// and 32% of a bare read.
+// (before, a sort of all tokens by one thread, 1412), a flat top-p 341 (713), min_p 76 (258): 9%,
+// 6% and 32% of a bare read.
 //
-// Tried and dropped: keys compressed as 64-bit lanes (1.7 times as long for a flat row); K = 1024 in
-// pieces (1.4 times as long for 50257 logits, and a list of it 1.4 times as long as one by one).
+// Tried and dropped: keys compressed as 64-bit lanes (1.7 times as long for a flat row); K = 1024
+// in pieces (1.4 times as long for 50257 logits, and a list of it 1.4 times as long as one by one).
 #if defined(LOGITD_KERNELS_CPU_ROWS_TOKEN_LIST_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITD_KERNELS_CPU_ROWS_TOKEN_LIST_INL_H_
 #undef LOGITD_KERNELS_CPU_ROWS_TOKEN_LIST_INL_H_
@@ -112,8 +112,8 @@ int64_t ListTyped(const T* logits, const Row& row, const Listed& listed, int64_t
 
 // ---- Weights
 
-// Turns `count` values into exp((x - max) / temperature), in place; there is room for a vector more.
-// Where max is +inf, +inf has weight 1 and all else 0.
+// Turns `count` values into exp((x - max) / temperature), in place; there is room for a vector
+// more. Where max is +inf, +inf has weight 1 and all else 0.
 inline void Exponentials(float* values, int64_t count, float max, const Exponent& e) {
   const DF d;
   if (max == kInf) {

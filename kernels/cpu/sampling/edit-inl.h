@@ -19,8 +19,8 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Writes bias and history by ascending token. Returns how many tokens they touch; `patches` has room
-// for MaxPatches.
+// Writes bias and history by ascending token. Returns how many tokens they touch; `patches` has
+// room for MaxPatches.
 inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, SampleScratch& scratch,
                            Patch* patches) {
   const int32_t history_count = CountedHistory(ask);
@@ -99,9 +99,9 @@ inline RowRead PlanRead(const SampleArgs& args, int64_t r, int64_t slots, int64_
   return read;
 }
 
-// Reads cells [begin, end) of the row, at most kChunkCells. An edited row is written to scratch, and
-// sketched from there: so the second look is at cached memory. The same holds for a row whose sums
-// are needed at another temperature.
+// Reads cells [begin, end) of the row, at most kChunkCells. An edited row is written to scratch,
+// and sketched from there: so the second look is at cached memory. The same holds for a row whose
+// sums are needed at another temperature.
 inline void ReadCells(const RowRead& read, const SampleRow& ask, int64_t begin, int64_t end) {
   const Row& raw = read.rows.raw;
   SketchCells(raw, begin, end);

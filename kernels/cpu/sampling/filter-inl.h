@@ -128,7 +128,8 @@ inline double CellPrefix(const Row& row, float max, const Exponent& e, SampleScr
   return total;
 }
 
-// Writes the sums of cell c for top_n_sigma to `below` and `squares`. Returns its tokens above -inf.
+// Writes the sums of cell c for top_n_sigma to `below` and `squares`. Returns its tokens above
+// -inf.
 template <typename T>
 int64_t AddCell(const T* logits, const Row& row, int64_t c, float max, double* below,
                 double* squares) {

@@ -1,9 +1,10 @@
 // sample on the CPU: one streaming read of a row leaves a sketch (rows/sketch.h), where the token
 // is found: edit-inl.h reads, filter-inl.h lists, draw-inl.h draws, report-inl.h answers.
 //
-// With many rows, each thread takes whole rows; few rows are read by all threads, 8 to 32 cells at a
-// time. Where many tokens of a long row are left to draw from, and threads would be idle, its filters
-// and its draw are cut into pieces for all threads (rows/row_threads.h). The bits are the same.
+// With many rows, each thread takes whole rows; few rows are read by all threads, 8 to 32 cells at
+// a time. Where many tokens of a long row are left to draw from, and threads would be idle, its
+// filters and its draw are cut into pieces for all threads (rows/row_threads.h). The bits are the
+// same.
 //
 // Cost at 64 x 131072 f32, top-k 50 and top-p 0.9: reads 33.6 MB once, which is the floor. Edits
 // and another temperature for the whole row add a pass over cached memory; a flat top-p adds about
@@ -66,8 +67,8 @@ static_assert(kMostItemCells <= kChunkCells);
 // of its own, so it is less than for other ops.
 constexpr int64_t kWholeSampleRows = 2;
 
-// Whether many tokens of the row are looked at after it was read: for them, a row is cut into pieces
-// for all threads.
+// True where many tokens of the row are looked at after it was read: for them, a row is cut into
+// pieces for all threads.
 bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
   if (ask.top_logprobs >= kManySorted) return true;

@@ -1,17 +1,19 @@
 // attention_softmax: a row in the registers of the threads that own it, read once and written once.
 //
-// A warp finds its own maximum and sum, relative to a whole power of two; so warps meet only once, and
-// a probability has the error of one rounded exponent. Which threads own a row: narrow_rows.cu (4 to 32
-// lanes), staged_rows.cu (short rows off alignment), wide_rows.cu (blocks, clusters, two reads).
+// A warp finds its own maximum and sum, relative to a whole power of two; so warps meet only once,
+// and a probability has the error of one rounded exponent. Which threads own a row: narrow_rows.cu
+// (4 to 32 lanes), staged_rows.cu (short rows off alignment), wide_rows.cu (blocks, clusters, two
+// reads).
 //
-// Cost: reads what the queries see and the mask, writes all keys; floor: those bytes at a plain copy's
-// rate. H200, bf16: unmasked 91 to 105% (64 to 32768 keys), causal 86 to 97%, masks 87 to 103%; off
-// alignment 68 to 95%, causal 60 to 80% (bench/results/h200/kernels.json, attention_plans.json).
-// Limited by: HBM; up to some MB, by the launch; off alignment, by instructions; from 262144 keys
-// on, by what L2 keeps of a row until its second read. Dropped on an H200 (attention_plans.json):
-// next rows in shared memory, copied ahead by warps (4097 keys 47% instead of 71%) or in bulk (69%;
-// 12345 keys 73% instead of 67, 1537 57% instead of 67); 16-bit elements kept as loaded for more
-// warps (4097 67%); one kernel for blocks and clusters (off alignment 6 to 10% slower).
+// Cost: reads what the queries see and the mask, writes all keys; floor: those bytes at a plain
+// copy's rate. H200, bf16: unmasked 91 to 105% (64 to 32768 keys), causal 86 to 97%, masks 87 to
+// 103%; off alignment 68 to 95%, causal 60 to 80% (bench/results/h200/kernels.json,
+// attention_plans.json). Limited by: HBM; up to some MB, by the launch; off alignment, by
+// instructions; from 262144 keys on, by what L2 keeps of a row until its second read. Dropped on an
+// H200 (attention_plans.json): next rows in shared memory, copied ahead by warps (4097 keys 47%
+// instead of 71%) or in bulk (69%; 12345 keys 73% instead of 67, 1537 57% instead of 67); 16-bit
+// elements kept as loaded for more warps (4097 67%); one kernel for blocks and clusters (off
+// alignment 6 to 10% slower).
 // H100: attention_odd.json.
 #include <algorithm>
 #include <iterator>

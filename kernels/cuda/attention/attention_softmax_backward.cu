@@ -2,15 +2,15 @@
 // write.
 //
 // Rows are dealt out as in attention_softmax.cu: lanes up to 512 keys (768 where rows are not whole
-// vectors), a block, a cluster, two reads. A dy that is not finite must not count where y is 0. Such a
-// dy makes the sum NaN. So rows are summed without a look at y, and only a row whose sum is NaN is
-// summed again. For the sinks' gradient (sink_gradient.cu) rows leave sum y dy in scratch.
+// vectors), a block, a cluster, two reads. A dy that is not finite must not count where y is 0.
+// Such a dy makes the sum NaN. So rows are summed without a look at y, and only a row whose sum is
+// NaN is summed again. For the sinks' gradient (sink_gradient.cu) rows leave sum y dy in scratch.
 //
 // Cost: reads y and dy where the queries see, writes all keys; floor: those bytes at a plain copy's
 // rate. H200, bf16: unmasked 94 to 110%, causal 98 to 105%, off alignment 88 to 104%
 // (bench/results/h200/kernels.json; two reads to a write go faster than a copy). Limited by: HBM.
-// Dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler spilled), 16 for
-// all rows (16384 keys 86%); rows off alignment through shared memory (4 to 14% slower).
+// Dropped: 32 16-bit elements a thread from 512 keys on (1024 keys 67%: the compiler spilled), 16
+// for all rows (16384 keys 86%); rows off alignment through shared memory (4 to 14% slower).
 #include <algorithm>
 
 #include "absl/types/span.h"

@@ -61,8 +61,8 @@ inline bool AreStaged(const KernelTypes& types, const Params& p) {
          p.rows.keys % elements != 0 && !p.rows.windowed;
 }
 
-// Rows that are staged; others of up to kMaxNarrowKeys keys, several in a warp; and longer ones, each
-// in a block or a cluster.
+// Rows that are staged; others of up to kMaxNarrowKeys keys, several in a warp; and longer ones,
+// each in a block or a cluster.
 cudaError_t LaunchStagedRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
 cudaError_t LaunchNarrowRows(const KernelTypes& types, const Params& p, cudaStream_t stream);
 cudaError_t LaunchWideRows(const KernelTypes& types, const Params& p, const Scratch& scratch,
@@ -203,8 +203,9 @@ __device__ inline ForwardRow ForwardRowAt(const Params& p, uint32_t index) {
   return row;
 }
 
-// Masks are loaded by words too: with both, a warp that holds whole rows has too many loads under way.
-// A lane with many elements has no registers for the words after them. `held`: elements of a lane.
+// Masks are loaded by words too: with both, a warp that holds whole rows has too many loads under
+// way. A lane with many elements has no registers for the words after them. `held`: elements of a
+// lane.
 constexpr Access ForwardAccessOf(Form form, int elements, int lanes, int held, bool one_warp) {
   const bool blocks = (IsMasked(form) && one_warp) || held > 48;
   return blocks ? Access::kBlocks : AccessOf(elements, lanes);

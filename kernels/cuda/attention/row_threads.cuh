@@ -22,8 +22,9 @@ namespace logitd::cuda::attention {
 
 constexpr int kNoPosition = std::numeric_limits<int>::max();
 
-// A value that is the same in all lanes, taken from the first: so the compiler knows it, and neither
-// prepares shuffles for lanes that go different ways nor keeps what follows from it in every lane.
+// A value that is the same in all lanes, taken from the first: so the compiler knows it, and
+// neither prepares shuffles for lanes that go different ways nor keeps what follows from it in
+// every lane.
 __device__ inline int OfWarp(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
 // The thread's warp in its block.
@@ -88,7 +89,7 @@ struct BlockPlan {
   double rate = 0;  // as a share of a plain copy's; 0: no such threads hold the row
 };
 
-// What rates of plans depend on; measured on an H200 (attention_plans.json).
+// Rates of plans depend on these; measured on an H200 (attention_plans.json).
 struct BlockRates {
   static constexpr double kMeet[] = {1, .86, .80, .74, .55};  // by log2 of a cluster's blocks
   static constexpr double kAlone = .70;  // a block that fills its multiprocessor, where all is seen
@@ -96,9 +97,9 @@ struct BlockRates {
   static constexpr int kResident = 32;   // warps of a multiprocessor: registers limit them
 };
 
-// The fastest plan for rows of `parts` parts. most_blocks: of a row. `partly`: of a row only some keys
-// are seen, or blocks wait for a mask. `enough`: the share of a multiprocessor's warps that keeps its
-// memory busy. A row's bits do not depend on its number of blocks.
+// The fastest plan for rows of `parts` parts. most_blocks: of a row. `partly`: of a row only some
+// keys are seen, or blocks wait for a mask. `enough`: the share of a multiprocessor's warps that
+// keeps its memory busy. A row's bits do not depend on its number of blocks.
 inline BlockPlan PlanHeld(int64_t parts, int most_blocks, bool partly, double enough) {
   BlockPlan best{};
   for (int blocks = 1, log = 0; blocks <= most_blocks; blocks *= 2, ++log) {
@@ -135,7 +136,7 @@ bool LargestClustersFit(void (*kernel)(Params), const Scratch& scratch) {
   return clusters > 0;
 }
 
-// The same for rows that `kernel` holds where they have a cluster.
+// The fastest plan for rows that `kernel` holds where they have a cluster.
 template <class Params>
 BlockPlan PlanHeldRows(void (*kernel)(Params), int64_t parts, bool partly, double enough,
                        const Scratch& scratch) {

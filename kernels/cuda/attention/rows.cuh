@@ -127,8 +127,8 @@ struct PassRows {
   }
 };
 
-// The order in which blocks take the rows of a pass: the tensor's, or query by query with the rows of
-// all heads after each other. Then the mask's row that they share comes from memory once.
+// The order in which blocks take the rows of a pass: the tensor's, or query by query with the rows
+// of all heads after each other. Then the mask's row that they share comes from memory once.
 class RowOrder {
  public:
   RowOrder() = default;

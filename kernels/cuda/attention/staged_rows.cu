@@ -1,7 +1,7 @@
-// attention_softmax of short 16-bit rows that are not whole vectors. A block brings its rows to shared
-// memory as the aligned vectors in which they lie, and lanes take single elements from there: at no
-// alignment does a lane need a part of another lane's vector. Results go back the same way.
-// attention_softmax.cu has the measurements.
+// attention_softmax of short 16-bit rows that are not whole vectors. A block brings its rows to
+// shared memory as the aligned vectors in which they lie, and lanes take single elements from
+// there: at no alignment does a lane need a part of another lane's vector. Results go back the same
+// way. attention_softmax.cu has the measurements.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -15,8 +15,8 @@ namespace {
 constexpr int kOfVector = 8;  // elements
 constexpr int kWarps = kLanesThreads / 32;
 
-// Blocks per multiprocessor, by the elements that a lane holds: registers limit them. A mask needs as
-// many again.
+// Blocks per multiprocessor, by the elements that a lane holds: registers limit them. A mask needs
+// as many again.
 constexpr int ResidentFor(Form form, int held) { return IsMasked(form) ? 8 : held > 24 ? 10 : 12; }
 
 // A block's rows in memory.
@@ -43,8 +43,8 @@ __device__ inline void ForElements(int rows, int keys, Over over) {
   }
 }
 
-// What the mask adds to a lane's elements; -inf hides a key. `mask`: of the first. has(i): there is an
-// i-th one.
+// Loads the mask's addends to a lane's elements; -inf hides a key. `mask`: of the first. has(i):
+// there is an i-th one.
 template <int kLanes, class M, int kHeld, class Has>
 __device__ inline void LoadMask(const M* mask, Has has, float (&added)[kHeld]) {
   M elements[kHeld];

@@ -27,8 +27,8 @@ inline int ElementsOf(DType in, DType out) {
 template <class T, int E>
 constexpr int kWords = E* static_cast<int>(sizeof(T)) / 4;
 
-// Moves every word `by` words down, by < 2 * kStep; the first words come to the end. kCount is a power
-// of two.
+// Moves every word `by` words down, by < 2 * kStep; the first words come to the end. kCount is a
+// power of two.
 template <int kCount, int kStep = kCount / 2>
 __device__ inline void RotateDown(uint32_t by, uint32_t (&words)[kCount]) {
   if constexpr (kStep > 0) {
@@ -42,8 +42,8 @@ __device__ inline void RotateDown(uint32_t by, uint32_t (&words)[kCount]) {
   }
 }
 
-// The kCount words that begin `bytes` bytes into two blocks, bytes <= 4 * kCount, of which both have
-// been rotated by bytes / 4 words.
+// The kCount words that begin `bytes` bytes into two blocks, bytes <= 4 * kCount, of which both
+// have been rotated by bytes / 4 words.
 template <int kCount>
 __device__ inline void TakeFrom(const uint32_t (&first)[kCount], const uint32_t (&second)[kCount],
                                 uint32_t bytes, uint32_t (&taken)[kCount]) {
@@ -57,8 +57,8 @@ __device__ inline void TakeFrom(const uint32_t (&first)[kCount], const uint32_t 
     taken[i] = __funnelshift_r(words[i], words[i + 1], bytes % 4 * 8);
 }
 
-// Calls take.operator()<kWord>() with kWord = word, in [kFirst, kFirst + kCount) and the same in all
-// lanes: a shift by whole words is then a choice of registers. kCount is a power of two.
+// Calls take.operator()<kWord>() with kWord = word, in [kFirst, kFirst + kCount) and the same in
+// all lanes: a shift by whole words is then a choice of registers. kCount is a power of two.
 template <int kCount, int kFirst = 0, class Take>
 __device__ inline void WithWord(uint32_t word, const Take& take) {
   if constexpr (kCount == 1) {
@@ -95,10 +95,10 @@ __device__ inline void LoadAligned(const void* from, uint32_t (&words)[kCount]) 
   }
 }
 
-// The turns in which the lanes of a row hold its vectors: E elements a lane in each. What a warp can
-// know of them without a look at its lanes, so that it goes one way. kOneWarp: a warp holds whole
-// rows, and many of them have nothing in some turns. Most warps of a longer row see all of their turns
-// or none; for them a look at each turn costs more than it saves.
+// The turns in which the lanes of a row hold its vectors: E elements a lane in each. What a warp
+// can know of them without a look at its lanes, so that it goes one way. kOneWarp: a warp holds
+// whole rows, and many of them have nothing in some turns. Most warps of a longer row see all of
+// their turns or none; for them a look at each turn costs more than it saves.
 template <int E, int kLanes, bool kOneWarp>
 struct Turns {
   static constexpr int kHeld = kLanes * E;  // elements of a turn
@@ -211,7 +211,7 @@ struct Blocks {
   }
 };
 
-// The same vectors, each loaded as the words that hold it. A lane needs nothing of other lanes. A part
+// Vectors, each loaded as the words that hold it. A lane needs nothing of other lanes. A part
 // of memory that several loads touch is read once, and then it is in the L1 cache.
 template <class T, int E, int kLanes, int kCount>
 struct Words {
@@ -272,8 +272,8 @@ enum class Access {
   kWords,      // both by words
 };
 
-// Where few lanes hold a row, a warp's word loads touch many parts of memory at once; its word stores
-// write each of these in parts.
+// Where few lanes hold a row, a warp's word loads touch many parts of memory at once; its word
+// stores write each of these in parts.
 // So do those of f32; and loads of 4 elements cost little to exchange.
 constexpr Access AccessOf(int elements, int lanes) {
   if (elements < 8) return Access::kBlocks;
@@ -285,9 +285,9 @@ template <class T, int E, Access kAccess, int kLanes, int kCount>
 using Loaded = std::conditional_t<kAccess == Access::kBlocks, Blocks<T, E, kLanes, kCount>,
                                   Words<T, E, kLanes, kCount>>;
 
-// The aligned block that holds the rest of the vector before `words` and the begin of that one, where
-// all lanes hold one row: a lane's vectors begin `bits` after word kWord of the block before. The
-// vector before is in the lane before; for the first lane it is the last lane's `previous`.
+// The aligned block that holds the rest of the vector before `words` and the begin of that one,
+// where all lanes hold one row: a lane's vectors begin `bits` after word kWord of the block before.
+// The vector before is in the lane before; for the first lane it is the last lane's `previous`.
 template <int kWord, int kCount>
 __device__ inline void TakeBlock(const uint32_t (&words)[kCount],
                                  const uint32_t (&previous)[kCount], uint32_t bits,
@@ -481,9 +481,9 @@ Matrix MatrixOf(const View& view, int64_t keys, int elements) {
               reinterpret_cast<uintptr_t>(view.data) % bytes == 0};
 }
 
-// A lane's kCount vectors of a row: those of kLanes lanes are neighbours, and the first lane's first
-// one begins at element `base`. kAligned: every vector of every row is whole and aligned. kAccess: of
-// other rows. kOneWarp: see Turns.
+// A lane's kCount vectors of a row: those of kLanes lanes are neighbours, and the first lane's
+// first one begins at element `base`. kAligned: every vector of every row is whole and aligned.
+// kAccess: of other rows. kOneWarp: see Turns.
 template <class In, class Out, bool kAligned, Access kAccess, int kLanes, int kCount, bool kOneWarp>
 struct LaneVectors {
   static constexpr int E = kElements<In, Out>;

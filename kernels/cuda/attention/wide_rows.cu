@@ -1,4 +1,5 @@
-// attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it twice. attention_softmax.cu has the cost, the limits and the measurements.
+// attention_softmax of rows of more than 1536 keys: a block or a cluster holds a row, or reads it
+// twice. attention_softmax.cu has the cost, the limits and the measurements.
 #include "kernels/cuda/attention/forward.cuh"
 #include "kernels/cuda/attention/reads.h"
 
@@ -88,8 +89,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) BlockKernel(const __grid_co
 constexpr int kLongHeld = 64;
 constexpr int64_t kLongKeys = 8192;  // rows with more keys are long
 
-// Rows that are not whole vectors are long only with more keys, except in a window that ends on their
-// left: BlockKernel loads and stores them by words, for which threads of LongKernel have no registers.
+// Rows that are not whole vectors are long only with more keys, except in a window that ends on
+// their left: BlockKernel loads and stores them by words, for which threads of LongKernel have no
+// registers.
 constexpr int64_t kLongRaggedKeys = 16384;
 
 bool IsLong(const PassRows& rows, int elements) {
@@ -133,8 +135,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) LongKernel(const __grid_con
 
 constexpr int kTwiceThreads = 512;
 
-// A block or a cluster reads a row twice, a warp every so many-th of the parts that warps of BlockKernel
-// or LongKernel hold. A row's bits are those of these kernels.
+// A block or a cluster reads a row twice, a warp every so many-th of the parts that warps of
+// BlockKernel or LongKernel hold. A row's bits are those of these kernels.
 template <class In, class Out, Form kForm, bool kLong>
 __global__ void __launch_bounds__(kTwiceThreads, kLong ? 2 : 1)
     TwoReadsKernel(const __grid_constant__ Params p) {

@@ -22,10 +22,11 @@ enum class RowUse : int32_t { kSkipped = 0, kIgnored = 1, kCounted = 2 };
 
 // ---- gradients in f16 ---------------------------------------------------------------------------
 //
-// f16 does not have the range of gradients. So G of a row is kept GradientFactor(exponent) times as large,
-// where the row's exponent is that of the largest that an element may be: others may be off by 2^-37 of
-// it. d_hidden of the row is brought back at the end. In product 3, which adds rows, hidden states have
-// the factor from their row's exponent to the largest of all rows, and the product takes that one out.
+// f16 does not have the range of gradients. So G of a row is kept GradientFactor(exponent) times as
+// large, where the row's exponent is that of the largest that an element may be: others may be off
+// by 2^-37 of it. d_hidden of the row is brought back at the end. In product 3, which adds rows,
+// hidden states have the factor from their row's exponent to the largest of all rows, and the
+// product takes that one out.
 
 constexpr int kGradientExponent = 13;
 __device__ inline float GradientFactor(int exponent) {
@@ -35,7 +36,7 @@ __device__ inline float HiddenFactor(int exponent) {
   return ldexpf(1.0f, exponent - kGradientExponent);
 }
 
-// What all rows share, in device memory.
+// The scale that all rows share, in device memory.
 struct HalfScale {
   int32_t exponent;  // the largest
   float product[2];  // the factors of product 3: MatrixProduct::device_factors
@@ -62,13 +63,14 @@ __device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
   return exponent;
 }
 
-// ---- kernels of both ------------------------------------------------------------------------------
+// ---- kernels of both
+// ------------------------------------------------------------------------------
 
 // The `Row` of the kernels below is any struct with a `use` and an `at`; of StoreKernel also with
 // OfHidden(), the factor from its sums to its d_hidden.
 
-// Block i copies the hidden state of rows[i], which is row rows[i].at; zeros where its use is less than
-// `least`. Rows are aligned to 16 bytes.
+// Block i copies the hidden state of rows[i], which is row rows[i].at; zeros where its use is less
+// than `least`. Rows are aligned to 16 bytes.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     PackKernel(const T* hidden, int64_t hidden_stride, int size, const Row* rows, RowUse least,
@@ -85,8 +87,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   if (i < size) to[i] = taken ? hidden[i] : FromFloat<T>(0.0f);
 }
 
-// Block i writes row i of sums, times its factor, to row rows[i].at; zeros where the row is not counted,
-// nothing where it is skipped. rows null: row i as it is.
+// Block i writes row i of sums, times its factor, to row rows[i].at; zeros where the row is not
+// counted, nothing where it is skipped. rows null: row i as it is.
 template <class T, class Row>
 __global__ void __launch_bounds__(kCopyThreads)
     StoreKernel(const float* sums, int64_t sums_stride, int size, const Row* rows, T* to,

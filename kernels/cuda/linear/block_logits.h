@@ -27,8 +27,8 @@ cudaError_t Prepare(const HeadView& head, int64_t padded_rows, std::byte* to, Te
 class BlockLogits {
  public:
   // scratch_share: logits take at most 1 / scratch_share of scratch.
-  // whole_vocab: the vocabulary of which the head's is a part. A logit has the bits that it has in a
-  // block of the whole.
+  // whole_vocab: the vocabulary of which the head's is a part. A logit has the bits that it has in
+  // a block of the whole.
   BlockLogits(const HeadView& head, int64_t whole_vocab, const LinearRoute& route,
               int scratch_share, Products& products, Scratch& scratch, cudaStream_t stream);
 

@@ -10,8 +10,8 @@ namespace logitd::cuda {
 
 constexpr int kOrderThreads = 1024;
 
-// Calls put(r, place) for all rows r below `rows` for which take(r), with their place among these, by a
-// block of kOrderThreads. Returns how many there are.
+// Calls put(r, place) for all rows r below `rows` for which take(r), with their place among these,
+// by a block of kOrderThreads. Returns how many there are.
 template <class Take, class Put>
 __device__ inline int64_t ForEachTaken(int64_t rows, const Take& take, const Put& put) {
   __shared__ int counts[kOrderThreads / 32];

@@ -1,16 +1,18 @@
 // linear_topk, linear_sample, linear_cross_entropy: the logits of a block of rows are made in
-// scratch, in fp32, and the op that takes logits runs on them. hopper/loss.cu computes losses without
-// logits for the rows that want only losses and extras. routes.cc says which kernel makes logits.
+// scratch, in fp32, and the op that takes logits runs on them. hopper/loss.cu computes losses
+// without logits for the rows that want only losses and extras. routes.cc says which kernel makes
+// logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
 // rows after the last are zeros.
 //
 // Cost of linear_cross_entropy: the product, and one write and one read of the logits of a block.
-// Limited by: the product, 256 rows at a time. On Hopper, a call in which any row wants rank, entropy
-// or top tokens multiplies twice: all rows through logits, and in hopper/loss.cu the groups of 256
-// rows that have a row that wants none of these. Measured where the product is; an f32 head with
-// sample after it, 64 rows of 4096 x 128256, 92% of the product (bench/results/h200/kernels.json).
+// Limited by: the product, 256 rows at a time. On Hopper, a call in which any row wants rank,
+// entropy or top tokens multiplies twice: all rows through logits, and in hopper/loss.cu the groups
+// of 256 rows that have a row that wants none of these. Measured where the product is; an f32 head
+// with sample after it, 64 rows of 4096 x 128256, 92% of the product
+// (bench/results/h200/kernels.json).
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
@@ -121,7 +123,8 @@ cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
 
 }  // namespace
 
-// Rows that are left out are not multiplied by Hopper's kernels, whose bits do not depend on scratch.
+// Rows that are left out are not multiplied by Hopper's kernels, whose bits do not depend on
+// scratch.
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream) {
   if (args.cross_entropy.counted_rows < 0 ||

@@ -1,8 +1,8 @@
 // The merge of linear_sample on shards where every row needs only a few of its first tokens
 // (kernels/sampling_rules.h): a block merges a row's cells and lists, and draws from the list.
 //
-// Cells, filter, draw and report are sample's, by its functions and in its order, so the answers have
-// its bits.
+// Cells, filter, draw and report are sample's, by its functions and in its order, so the answers
+// have its bits.
 //
 // Cost: reads about 8 bytes for each row and cell, and 8 for each row, shard and token of a list.
 // What shards exchange is a few KiB a row, where logits are 4 bytes a token. Limited by latencies:

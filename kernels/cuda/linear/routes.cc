@@ -4,8 +4,8 @@
 // A route depends only on the op, the head and the device, so that a row's bits do not depend on
 // other rows. Three choices are made later, where the call is known:
 //
-//   Which product on Hopper it is, and how it is cut, depends on the number of rows (hopper/few_rows.h,
-//     middle_plan.h, schedule.h). The bits are the same.
+//   Which product on Hopper it is, and how it is cut, depends on the number of rows
+//     (hopper/few_rows.h, middle_plan.h, schedule.h). The bits are the same.
 //   Rows of linear_cross_entropy that want rank, entropy or top tokens need their logits. They take
 //     the route that makes logits (forward.cc).
 //   A training call that does not fit into memory is two ops (training.cu).

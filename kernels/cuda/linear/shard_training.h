@@ -41,16 +41,16 @@ bool ShardTrainingFits(const ShardTrainingArgs& args, const Products& products,
 cudaError_t BeginShardTraining(const ShardTrainingArgs& args, Products& products, Scratch scratch,
                                cudaStream_t stream);
 
-// Pass 2, when the blocks of all shards are there. The answers have the bits of one device. When the
-// shard's part of d_hidden is enqueued it calls hidden_done(part), and enqueues the last product of
-// d_weight after that. part: f32 [rows, hidden] in `scratch`, row stride a multiple of 64; skipped
-// rows are zeros.
+// Pass 2, when the blocks of all shards are there. The answers have the bits of one device. When
+// the shard's part of d_hidden is enqueued it calls hidden_done(part), and enqueues the last
+// product of d_weight after that. part: f32 [rows, hidden] in `scratch`, row stride a multiple of
+// 64; skipped rows are zeros.
 cudaError_t EndShardTraining(const ShardTrainingArgs& args,
                              absl::FunctionRef<cudaError_t(const MutableTensorView&)> hidden_done,
                              Products& products, Scratch scratch, cudaStream_t stream);
 
-// Adds parts of d_hidden in the order of the shards, and writes the sum as LinearCrossEntropyBackward
-// writes d_hidden. In backward.cu.
+// Adds parts of d_hidden in the order of the shards, and writes the sum as
+// LinearCrossEntropyBackward writes d_hidden. In backward.cu.
 struct AddPartsArgs {
   const float* first = nullptr;   // [rows, hidden] of row stride `stride`
   const float* others = nullptr;  // [shards - 1, rows, hidden], of the same stride

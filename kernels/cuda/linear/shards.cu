@@ -1,15 +1,15 @@
 // The partial of one shard, of the linear ops on a sharded head (kernels/shards.h).
 //
-// A logit and a cell have the bits that they have on one device: the product sums a logit in an order
-// that only the head fixes, where cuBLASLt makes it by the algorithm of the whole head (product.h),
-// and cells are counted from the vocabulary's start.
+// A logit and a cell have the bits that they have on one device: the product sums a logit in an
+// order that only the head fixes, where cuBLASLt makes it by the algorithm of the whole head
+// (product.h), and cells are counted from the vocabulary's start.
 //
 // linear_cross_entropy's plain rows on Hopper go through hopper/loss.cu, which leaves cells
 // and no logits. All others make the logits of a block of rows as forward.cc does; then one kernel
 // reads them once more and leaves cells, and softmax_topk chooses the shard's tokens.
 //
-// Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which L2
-// takes most.
+// Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which
+// L2 takes most.
 #include "kernels/cuda/linear/shards.h"
 
 #include <algorithm>
@@ -215,8 +215,8 @@ __global__ void EmptyPartialKernel(int64_t rows, int32_t* nan, int32_t* before) 
 
 constexpr int kCopyThreads = 256;
 
-// Block r copies the weight and the bias of row r's target; where the shard has it not, of its first
-// token.
+// Block r copies the weight and the bias of row r's target; where the shard has it not, of its
+// first token.
 __global__ void __launch_bounds__(kCopyThreads)
     GatherTargetsKernel(const CrossEntropyRow* rows, int first_token, HeadView head,
                         uint16_t* weight, int64_t stride_halves, float* bias) {
@@ -264,8 +264,8 @@ cudaError_t LaunchEmpty(int64_t rows, int32_t* nan, int32_t* before, cudaStream_
 }
 
 // Chooses the shard's first tokens of every row of `logits`, as many rows at a time as scratch has
-// room for, and writes their keys, and the cells and NaNs where they are wanted. `to`: from the first
-// row of `logits` on.
+// room for, and writes their keys, and the cells and NaNs where they are wanted. `to`: from the
+// first row of `logits` on.
 template <class Row>
 cudaError_t ChooseTokens(const TensorView& logits, const Row* rows, int64_t keys,
                          TopKPartialParams to, Scratch scratch, cudaStream_t stream) {
@@ -314,10 +314,10 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows, int64_t keys
   return cudaSuccess;
 }
 
-// Writes the logits of all rows of a shard with tokens to `to`, which may be a peer's, of row stride
-// `stride`. Blocks of rows that can be written there themselves are not copied: a product writes all
-// rows of a block, and only with a stride of 32 by the algorithm of the head; other kernels write a
-// multiple of 4.
+// Writes the logits of all rows of a shard with tokens to `to`, which may be a peer's, of row
+// stride `stride`. Blocks of rows that can be written there themselves are not copied: a product
+// writes all rows of a block, and only with a stride of 32 by the algorithm of the head; other
+// kernels write a multiple of 4.
 template <class Args>
 cudaError_t WriteLogits(const Args& args, const VocabShards& shards, float* to, int64_t stride,
                         Products& products, Scratch scratch, cudaStream_t stream) {

@@ -14,13 +14,13 @@
 namespace logitd::cuda {
 
 // They enqueue and return. Pointers in the arguments are device memory; what is written may be in
-// the memory of a peer. `scratch` is all of the stream's: how many rows a product has depends on it,
-// and must be as on one device.
+// the memory of a peer. `scratch` is all of the stream's: how many rows a product has depends on
+// it, and must be as on one device.
 cudaError_t LinearTopKPartial(const LinearTopKPartialArgs& args, Products& products,
                               Scratch scratch, cudaStream_t stream);
 cudaError_t LinearTopKMerge(const LinearTopKMergeArgs& args, cudaStream_t stream);
-// The logits of a shard's tokens where they are in a matrix of the whole vocabulary, which may be in
-// the memory of a peer: what a few rows exchange.
+// The logits of a shard's tokens where they are in a matrix of the whole vocabulary, which may be
+// in the memory of a peer: what a few rows exchange.
 struct ShardLogitsArgs {
   TensorView hidden;  // [rows, hidden], as in LinearTopKArgs
   HeadView head;      // the shard's

@@ -1,7 +1,7 @@
 // The merge of the blocks of all shards, of the linear ops on a sharded head (kernels/shards.h).
 //
-// It adds cells and writes answers by the functions of the ops on one device, in their order: so the
-// answers have their bits.
+// It adds cells and writes answers by the functions of the ops on one device, in their order: so
+// the answers have their bits.
 //
 // Cost: reads the blocks, a block of threads a row. linear_sample: writes and reads 4 bytes a token
 // and row, except of one row on shards of one size, then runs sample.

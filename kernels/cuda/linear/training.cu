@@ -1,13 +1,14 @@
 // linear_cross_entropy and its backward in one: three products, because the logits are made once.
 //
 // Pass 1 makes the exponentials E of the logits (training.cuh) and their sums by one kernel
-// (hopper/training.cu); then the losses, and the factor from a row's E to its gradients G, a part of
-// the row's hidden state and of its d_hidden. Where no factor serves all of a row, E becomes G: in
-// f16, and under large logits or label smoothing. Pass 2 takes chunks of the vocabulary, backwards:
-// d_hidden += E weight in fp32, d_weight = E^T hidden. E is kept where d_weight of earlier chunks
-// will be, and in scratch. The head and the device fix chunks: a row's bits do not depend on others.
-// A target's E is made from its G: near a probability of 1 the rounded E loses digits. Serves 16-bit
-// heads without bias and softcap on sm_90a. f32 products are bound by cuBLASLt's fp32 rate.
+// (hopper/training.cu); then the losses, and the factor from a row's E to its gradients G, a part
+// of the row's hidden state and of its d_hidden. Where no factor serves all of a row, E becomes G:
+// in f16, and under large logits or label smoothing. Pass 2 takes chunks of the vocabulary,
+// backwards: d_hidden += E weight in fp32, d_weight = E^T hidden. E is kept where d_weight of
+// earlier chunks will be, and in scratch. The head and the device fix chunks: a row's bits do not
+// depend on others. A target's E is made from its G: near a probability of 1 the rounded E loses
+// digits. Serves 16-bit heads without bias and softcap on sm_90a. f32 products are bound by
+// cuBLASLt's fp32 rate.
 //
 // Cost: three products; a write of E, a read and write of d_hidden for every chunk, in f16 of E.
 // Limited by: the tensor cores. Measured: bench/results/h200/kernels.json. Dropped: pass 1 by
@@ -56,8 +57,8 @@ struct Cut {
   static int64_t Padded(int64_t rows) { return RoundUp(rows, kTrainingRows); }
   int64_t ChunkBytes(int64_t rows) const { return Padded(rows) * chunk * kElement; }
 
-  // Chunks whose E is in scratch. d_weight of a chunk, which is written while its E is read and after
-  // all later ones, must not meet the E of it and the earlier ones.
+  // Chunks whose E is in scratch. d_weight of a chunk, which is written while its E is read and
+  // after all later ones, must not meet the E of it and the earlier ones.
   int64_t InFirst(int64_t rows) const {
     if (ChunkBytes(rows) <= weight_chunk_bytes) return 1;
     return chunks - (chunks - 1) * weight_chunk_bytes / ChunkBytes(rows);

@@ -31,7 +31,7 @@ struct RowState {
   float flat;
   float more;
   float hit;
-  // Of G in f16 (backward.cuh); kGradientExponent in bf16.
+  // G's in f16 (backward.cuh); kGradientExponent in bf16.
   int32_t exponent;
 
   // Whether the row's factor, in place of G, goes into its hidden state and its d_hidden.
@@ -71,9 +71,9 @@ struct TileSums {
   float total;
 };
 
-// What E of a tile is. In bf16, exp(logit / temperature) where the tile's largest one is moderate, so
-// that all tiles of most rows have one factor; else exp((logit - that of the largest) / temperature).
-// In f16 always the latter, times kHalfUnit.
+// E of a tile. In bf16, exp(logit / temperature) where the tile's largest one is moderate, so that
+// all tiles of most rows have one factor; else exp((logit - that of the largest) / temperature). In
+// f16 always the latter, times kHalfUnit.
 constexpr float kLeastTilePower = -40.0f;
 constexpr float kMostTilePower = 60.0f;
 constexpr float kHalfUnit = 0x1p15f;
@@ -93,8 +93,8 @@ __device__ inline float FactorOfTile(float max, float log2e_over_temperature) {
              : 1.0f;
 }
 
-// Where a row's exponentials are: chunk by chunk, each [rows, chunk] of 16 bits, the first ones in
-// scratch, the others one after the other in the memory of d_weight.
+// The memory of a row's exponentials: chunk by chunk, each [rows, chunk] of 16 bits, the first ones
+// in scratch, the others one after the other in the memory of d_weight.
 struct ExponentialMemory {
   std::byte* first;
   std::byte* others;
@@ -112,8 +112,8 @@ struct ExponentialMemory {
 };
 
 // The result of pass 1 for tokens [first, first + tokens) of all rows: E of every logit, and the
-// tiles' maxima and sums. A skipped row may be left out. The last tile may end after the tokens, with
-// exponentials of 0.
+// tiles' maxima and sums. A skipped row may be left out. The last tile may end after the tokens,
+// with exponentials of 0.
 struct Chunk {
   int64_t first;
   int64_t tokens;

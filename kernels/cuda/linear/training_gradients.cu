@@ -59,8 +59,8 @@ __device__ inline float FactorOfRow(const Outcome& outcome, const Gradient& grad
   return fabsf(factor) >= kLeast && fabsf(factor) <= kMost ? factor : 0.0f;  // NaN: 0
 }
 
-// Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that have
-// no factor for all tiles become those of their tiles.
+// Writes the rows' answers and makes their factors, a row by each warp. The maxima of rows that
+// have no factor for all tiles become those of their tiles.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     ConcludeKernel(const __grid_constant__ CrossEntropyArgs args, const float* upstream,
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Brings the rows' factors into their packed hidden states, a block a row. Those of ignored rows
-// become zeros. Also makes the target's E what its G is, over the factor. In f16 the factor is a power
-// of two, from the row's exponent to the largest, which product 3 takes out.
+// become zeros. Also makes the target's E what its G is, over the factor. In f16 the factor is a
+// power of two, from the row's exponent to the largest, which product 3 takes out.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     ScaleStatesKernel(const RowState* rows, T* states, int64_t stride, Chunk all,
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros, whatever
-// its memory holds.
+// Makes G of the E of a tile, in place, by one warp. A row that is not counted becomes zeros,
+// whatever its memory holds.
 template <class T>
 __device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, const Chunk& all,
                                     int lane) {
@@ -164,8 +164,8 @@ __device__ inline void MakeGradient(const RowState& row, int64_t r, int tile, co
   *at = out;
 }
 
-// Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a row.
-// Comes before ScaleStatesKernel, which writes the targets of the others.
+// Makes G of the E that have no factor for all tiles of their row, a warp for up to 32 tiles of a
+// row. Comes before ScaleStatesKernel, which writes the targets of the others.
 template <class T>
 __global__ void __launch_bounds__(kThreads) GradientKernel(const RowState* rows, Chunk all) {
   const int lane = threadIdx.x % 32;

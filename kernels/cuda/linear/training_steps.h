@@ -1,6 +1,6 @@
 // The steps of linear_cross_entropy_training between its products. training.cu says in which order
-// they come; each enqueues one or two kernels. Where nothing else is said, rows are padded with skipped
-// ones to a multiple of kTrainingRows.
+// they come; each enqueues one or two kernels. Where nothing else is said, rows are padded with
+// skipped ones to a multiple of kTrainingRows.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_TRAINING_STEPS_H_
 #define LOGITD_KERNELS_CUDA_LINEAR_TRAINING_STEPS_H_
 
@@ -19,8 +19,8 @@ constexpr int kTrainingRows = 64;
 
 // ---- pass 1: training_sums.cu -------------------------------------------------------------------
 
-// Fills in `count` rows of the call's `rows`. Rows after them are skipped. counted_only: rows that are
-// skipped or ignored are left out. The head has `tokens` tokens from `first_token` on.
+// Fills in `count` rows of the call's `rows`. Rows after them are skipped. counted_only: rows that
+// are skipped or ignored are left out. The head has `tokens` tokens from `first_token` on.
 void BeginRows(Steps& steps, const CrossEntropyRow* params, int64_t rows, bool counted_only,
                int64_t count, int32_t first_token, int32_t tokens, RowState* to);
 
@@ -63,8 +63,8 @@ void AddShards(Steps& steps, RowState* rows, int64_t count, const CrossEntropyRo
 void ConcludeRows(Steps& steps, DType dtype, const CrossEntropyArgs& args, const float* upstream,
                   RowState* rows, int64_t count, const Chunk& all, HalfScale* scale);
 
-// Makes G of the E that have no factor of their row, and brings the factors of the others into their
-// packed hidden states. product_factor: of product 3.
+// Makes G of the E that have no factor of their row, and brings the factors of the others into
+// their packed hidden states. product_factor: of product 3.
 void ScaleRows(Steps& steps, const RowState* rows, const MutableTensorView& states,
                const Chunk& all, float product_factor, HalfScale* scale);
 

@@ -42,8 +42,8 @@ __device__ inline float Reweighted(const Exponential& to, Stats part, float weig
   return __fmul_rn(to.Factor(part.max), fmaf(FactorPower(to, part.max), part.sum, weighted));
 }
 
-// Whether a lane's element e is among the cell's first `count`. Compared with a constant: the compiler
-// would keep the places of all elements, and spill them.
+// True where a lane's element e is among the cell's first `count`. Compared with a constant: the
+// compiler would keep the places of all elements, and spill them.
 template <class T>
 __device__ inline bool IsAmong(int count, int lane, int e) {
   return CellIndex<T>(/*lane=*/0, e) < count - CellIndex<T>(lane, 0);
@@ -176,8 +176,8 @@ __device__ inline CellSums MildlyCappedSums(const LaneCell<T>& x, float lane_max
     const float reach = fmaxf(fabsf(lane_max), fabsf(LaneMin(x)));
     powers.Each<true>(x, __uint_as_float(WarpMax(__float_as_uint(reach))), shift, count, add);
   } else {
-    // Of at most a quarter the same way for all, as row_tails.cuh does. A lane that has no number of
-    // them leaves the reach to others.
+    // Of at most a quarter the same way for all, as row_tails.cuh does. A lane that has no number
+    // of them leaves the reach to others.
     float reach = kInfinity;
     if (count > kQuarter) {
       const float min = LaneMin(x, count, lane);
@@ -227,7 +227,8 @@ __device__ inline WeightedStats LaneWeightedStats(const LaneCell<T>& x, float la
           .weighted = (weighted[0] + weighted[1]) + (weighted[2] + weighted[3])};
 }
 
-// c += a times b by tensor cores: 16 rows, 16 products, 8 columns. A lane's words are in PTX's order.
+// c += a times b by tensor cores: 16 rows, 16 products, 8 columns. A lane's words are in PTX's
+// order.
 template <class T>
 __device__ inline void MultiplyAdd(const uint32_t* a, uint32_t b0, uint32_t b1, float (&c)[4]) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -355,8 +356,8 @@ __device__ inline Summing SummingOf(const CellAsk& ask) {
 }
 
 // The sums of the cell at `first` of a row that ends at `end`, the same in every lane, except
-// `before`: it is 0, as the caller counts it over all cells. kOfFewCells: for rows of few cells, whose
-// last one takes less time where only its first quarter is in the row.
+// `before`: it is 0, as the caller counts it over all cells. kOfFewCells: for rows of few cells,
+// whose last one takes less time where only its first quarter is in the row.
 template <Summing kSumming, class T, bool kOfFewCells = false>
 __device__ inline CellSums SumCell(const LaneCell<T>& x, float lane_max, const CellAsk& ask,
                                    int first, int end, int lane) {
@@ -417,9 +418,9 @@ __device__ __forceinline__ void VisitSumming(Summing summing, const Visit& visit
   __builtin_unreachable();
 }
 
-// Sums the cells that a warp takes of a row: those of `stream`, which has RowStream's Next, first and
-// Release. max_of(x) is the lane's largest element; cell_of(sums, x, first) is what the lanes that
-// `write` leave of a cell in `cells`, CellSums or more.
+// Sums the cells that a warp takes of a row: those of `stream`, which has RowStream's Next, first
+// and Release. max_of(x) is the lane's largest element; cell_of(sums, x, first) is what the lanes
+// that `write` leave of a cell in `cells`, CellSums or more.
 template <Summing kSumming, class T, class Stream, class Cell, class MaxOf, class CellOf>
 __device__ __forceinline__ void SumCells(Stream& stream, const CellAsk& ask, int end, bool write,
                                          Cell* cells, MaxOf max_of, CellOf cell_of) {
@@ -445,8 +446,8 @@ __device__ __forceinline__ void SumCells(Stream& stream, const CellAsk& ask, int
   }
 }
 
-// Merges a row's cells, by one warp, in an order that depends only on their number. The sums of cell
-// i are sums_of(i), and `stats` those of MergeCells.
+// Merges a row's cells, by one warp, in an order that depends only on their number. The sums of
+// cell i are sums_of(i), and `stats` those of MergeCells.
 template <class SumsOf>
 __device__ inline RowSums MergeMore(Stats stats, int count, float log2e_over_temperature, int lane,
                                     SumsOf sums_of) {

@@ -1,16 +1,17 @@
 // cross_entropy: one read of the logits leaves every cell's sums; one warp merges them and writes
 // the losses.
 //
-// For each cell of 1024 logits: the maximum and the sum of exponentials; where the row asks for them, the
-// sum of p ln p, the sum of the logits, the number of tokens before the target. What a row asks is a
-// loop of its own (Summing). Rows with top tokens have a kernel of their own (more shared memory). Cells
-// merge in one order. Forms (rows/plan.h): a block or a cluster a row; for short rows a warp takes up to
-// 16 rows and a lane concludes each. Logarithms, differences and means, once a row, are in double.
+// For each cell of 1024 logits: the maximum and the sum of exponentials; where the row asks for
+// them, the sum of p ln p, the sum of the logits, the number of tokens before the target. What a
+// row asks is a loop of its own (Summing). Rows with top tokens have a kernel of their own (more
+// shared memory). Cells merge in one order. Forms (rows/plan.h): a block or a cluster a row; for
+// short rows a warp takes up to 16 rows and a lane concludes each. Logarithms, differences and
+// means, once a row, are in double.
 //
-// Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; options and
-// short rows by instructions (a softcap takes 14 to 24 an element), and then by the card's power.
-// Measured, bf16 (bench/results/h200/kernels_c384b48.json): 8192 x 128256 96% of one read, entropy 77%,
-// softcap 70%; 8192 x 32000 88%; 65536 x 1000 69%; one row 6.5 us.
+// Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; options
+// and short rows by instructions (a softcap takes 14 to 24 an element), and then by the card's
+// power. Measured, bf16 (bench/results/h200/kernels_c384b48.json): 8192 x 128256 96% of one read,
+// entropy 77%, softcap 70%; 8192 x 32000 88%; 65536 x 1000 69%; one row 6.5 us.
 // Dropped: one loop for all options (spills); ranks by tensor cores; merging and concluding apart.
 #include <algorithm>
 #include <array>
@@ -288,7 +289,8 @@ __device__ inline void SumRow(ShortRows<T>& stream, Summing summing, const CellA
     store(first / kCell, sums);
   }
 }
-// The same of a row that asks for nothing more than its loss: a loop of its own, in few instructions.
+// The same of a row that asks for nothing more than its loss: a loop of its own, in few
+// instructions.
 template <class T, class Store>
 __device__ inline void SumPlainRow(ShortRows<T>& stream, float log2e_over_temperature, int end,
                                    int lane, Store store) {
@@ -360,8 +362,8 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   // The compiler divides by it for all rows, and a division by 0 takes long.
   if (own_ask.softcap == 0) own_ask.softcap = 1.0f;
 
-  // f32 rows, limited by HBM, gain nothing from tails. With few rows the latency of tails is longer than
-  // what a last cell takes without a softcap.
+  // f32 rows, limited by HBM, gain nothing from tails. With few rows the latency of tails is longer
+  // than what a last cell takes without a softcap.
   const bool capped = has_row && own.softcap > 0;
   const bool with_tails =
       sizeof(T) == 2 && (rows >= kRowsWorthTails || __any_sync(kFullWarp, capped));

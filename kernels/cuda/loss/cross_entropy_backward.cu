@@ -1,12 +1,12 @@
-// cross_entropy_backward: one read, one write (GradientWriter, row_gradient.cuh). A block takes a chunk of
-// a row, whose factors one thread makes, in double, while the first vectors are loaded. Of many short
-// rows a warp takes several.
+// cross_entropy_backward: one read, one write (GradientWriter, row_gradient.cuh). A block takes a
+// chunk of a row, whose factors one thread makes, in double, while the first vectors are loaded. Of
+// many short rows a warp takes several.
 //
-// Cost: 2 * rows * vocab * sizeof(T). Limited by: HBM; about 5 instructions and one ex2 an element, a
-// second ex2 where rounding a temperature costs too much or factors are extreme; with a softcap about
-// 20, one ex2 and one reciprocal (softcap.cuh). A softcap whose factors are extreme takes tanhf.
-// Measured on an H200, bf16, as a share of the copy: 98 to 100%, rows off alignment 94%, softcap 90%,
-// softcap off alignment 85%; 65536 x 1000 76% (a block for each row 27%).
+// Cost: 2 * rows * vocab * sizeof(T). Limited by: HBM; about 5 instructions and one ex2 an element,
+// a second ex2 where rounding a temperature costs too much or factors are extreme; with a softcap
+// about 20, one ex2 and one reciprocal (softcap.cuh). A softcap whose factors are extreme takes
+// tanhf. Measured on an H200, bf16, as a share of the copy: 98 to 100%, rows off alignment 94%,
+// softcap 90%, softcap off alignment 85%; 65536 x 1000 76% (a block for each row 27%).
 #include <algorithm>
 
 #include "kernels/cross_entropy.h"
@@ -29,8 +29,8 @@ constexpr int64_t kRowsOfAllWarps = 4096;
 constexpr int64_t kManyBatches = 8192;
 constexpr int64_t kMostBatches = 4;  // of a chunk
 
-// Blocks take chunks of a row: blockIdx.x = row * chunks + chunk. A chunk is `batches` times as many
-// vectors as a block loads at once.
+// Blocks take chunks of a row: blockIdx.x = row * chunks + chunk. A chunk is `batches` times as
+// many vectors as a block loads at once.
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
     BackwardKernel(const __grid_constant__ CrossEntropyBackwardArgs args, int chunks, int batches) {
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   const int begin = chunk == 0 ? 0 : head + chunk * size;
   const int end = min(vocab, head + (chunk + 1) * size);
   Writer writer(from, to, begin, end);
-  // In double, by one thread, while the vectors are loaded. The target's logit is read before the barrier:
-  // after it a thread may write over it in place.
+  // In double, by one thread, while the vectors are loaded. The target's logit is read before the
+  // barrier: after it a thread may write over it in place.
   const bool active = ask.active != 0;
   if (threadIdx.x == 0) {
     const bool has_target = ask.target >= begin && ask.target < end;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
   writer.Write(active, gradient);
 }
 
-// Short rows: a warp takes rows_of_warp of them, one after the other. A lane for each makes its factors,
-// once for all.
+// Short rows: a warp takes rows_of_warp of them, one after the other. A lane for each makes its
+// factors, once for all.
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardResident)
     ShortBackwardKernel(const __grid_constant__ CrossEntropyBackwardArgs args, int rows_of_warp) {

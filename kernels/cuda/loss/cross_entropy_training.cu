@@ -1,16 +1,16 @@
-// cross_entropy_training: a block, or a cluster, reads a row as cross_entropy does, then reads it again,
-// out of L2, and writes its gradient as the backward does: one read of HBM, one write.
+// cross_entropy_training: a block, or a cluster, reads a row as cross_entropy does, then reads it
+// again, out of L2, and writes its gradient as the backward does: one read of HBM, one write.
 //
 // Where that is faster, two calls serve: cross_entropy, then its backward (BlocksOf).
 //
-// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by: what a row
-// costs between its last cell and its first gradient, while its blocks neither read nor write (a barrier
-// and a merge, 7000 of 27000 cycles at 128256 tokens); what L2 holds; label smoothing by instructions.
-// Measured on an H200, bf16, as a share of the copy, in brackets the two calls: 8192 x 32000 79% (63%),
-// 50257 74% (61%), 128256 71% (64%), with rank and entropy 65% (62%); 4096 x 151936 75% (65%).
-// Dropped: rows held in shared memory by a cluster (2% faster to 15% slower, f32 10% slower: few rows find
-// room); blocks of 4 warps, 6 a multiprocessor, 8 a row (2% faster at 128256 tokens, smoothing 5% slower);
-// a ring of rows with warps by role (61%).
+// Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by:
+// what a row costs between its last cell and its first gradient, while its blocks neither read nor
+// write (a barrier and a merge, 7000 of 27000 cycles at 128256 tokens); what L2 holds; label
+// smoothing by instructions. Measured on an H200, bf16, as a share of the copy, in brackets the two
+// calls: 8192 x 32000 79% (63%), 50257 74% (61%), 128256 71% (64%), with rank and entropy 65%
+// (62%); 4096 x 151936 75% (65%). Dropped: rows held in shared memory by a cluster (2% faster to
+// 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor, 8 a row
+// (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role (61%).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -71,8 +71,8 @@ struct BlockMemory {
   }
 };
 
-// Leaves the logits of a row's extra ids in the place of their answers: those from `first` on, every
-// step-th. A gradient in place overwrites them before the answers are known.
+// Leaves the logits of a row's extra ids in the place of their answers: those from `first` on,
+// every step-th. A gradient in place overwrites them before the answers are known.
 template <class T>
 __device__ inline void KeepExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
                                   const T* row, int first, int step) {
@@ -90,8 +90,8 @@ __device__ inline void WriteExtras(const CrossEntropyArgs& args, const CrossEntr
   }
 }
 
-// A block, or a cluster, takes a row: reads it and sums it as cross_entropy does, then reads it again, from
-// L2, and writes its gradient.
+// A block, or a cluster, takes a row: reads it and sums it as cross_entropy does, then reads it
+// again, from L2, and writes its gradient.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32, kResident)
     TrainingKernel(const __grid_constant__ Params p) {
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// The blocks of a row, by its bytes: L2 holds the rows that are under way, or most of them. Longer rows,
-// or shorter than kLeastCells, take less time in two calls.
+// The blocks of a row, by its bytes: L2 holds the rows that are under way, or most of them. Longer
+// rows, or shorter than kLeastCells, take less time in two calls.
 constexpr struct {
   int64_t most_bytes;
   int blocks;

@@ -20,8 +20,8 @@ __device__ inline bool IsModerate(const Gradient& row) {
          row.more == 1.0f;
 }
 
-// The gradient of a row without a softcap whose factors are moderate. What rounding took from log2(e)
-// times logsumexp is in the factors. So is what it took from log2e_over_temperature, for a
+// The gradient of a row without a softcap whose factors are moderate. What rounding took from
+// log2(e) times logsumexp is in the factors. So is what it took from log2e_over_temperature, for a
 // probability of 2^-kMiddle; how far this is off at others decides whether it serves.
 struct PlainGradient {
   bool serves;
@@ -49,9 +49,9 @@ struct PlainGradient {
   }
 };
 
-// The gradient of a row whose softcap is mild and whose factors are moderate. What rounding took from
-// log2(e) times logsumexp is in the factors. What it took from log2e_over_temperature is left out: at
-// most 4e-8 of it.
+// The gradient of a row whose softcap is mild and whose factors are moderate. What rounding took
+// from log2(e) times logsumexp is in the factors. What it took from log2e_over_temperature is left
+// out: at most 4e-8 of it.
 struct CappedGradient {
   bool serves;
   float log2e_over_temperature;
@@ -77,7 +77,7 @@ struct CappedGradient {
   }
 };
 
-// What the gradients of a row's elements share.
+// The factors that the gradients of a row's elements share.
 template <class T>
 struct alignas(16) RowGradient {
   int target;
@@ -147,7 +147,7 @@ class GradientsOf {
     }
   }
 
-  // Of 16 bytes of logits.
+  // The gradients of 16 bytes of logits.
   __device__ uint4 operator()(const uint4& logits) const {
     return {OfWord(logits.x), OfWord(logits.y), OfWord(logits.z), OfWord(logits.w)};
   }
@@ -182,7 +182,7 @@ class GradientsOf {
       return by_.template At<kWriting == Writing::kExactCapped>(logit, false);
     }
   }
-  // Of one or two logits.
+  // The gradients of one or two logits.
   __device__ uint32_t OfWord(uint32_t word) const {
     word = Prepared(word);
     if constexpr (sizeof(T) == 4) {
@@ -216,9 +216,9 @@ __device__ inline void VisitWriting(Writing writing, const Write& write) {
   __builtin_unreachable();
 }
 
-// Writes the gradients of elements [begin, end) of a row by a block or a warp. Threads take vectors of 16
-// bytes, aligned as the output is; an input that is aligned differently is read by elements. A vector is
-// loaded as soon as the one before it in its registers is used.
+// Writes the gradients of elements [begin, end) of a row by a block or a warp. Threads take vectors
+// of 16 bytes, aligned as the output is; an input that is aligned differently is read by elements.
+// A vector is loaded as soon as the one before it in its registers is used.
 template <class T, int kThreads>
 class GradientWriter {
  public:

@@ -1,9 +1,10 @@
-// The sums of the last cells of several rows at once, where each row has few tokens in its last cell.
+// The sums of the last cells of several rows at once, where each row has few tokens in its last
+// cell.
 //
-// A cell costs a warp some 200 instructions however little of it is in the row. So rows of a few tokens
-// above a cell's border give those tokens to as many lanes as they need, and the warp takes the tails
-// of up to 32 rows at once. A lane has the elements that it has in cell.cuh, and lanes merge in the same
-// order, so the bits are those of SumCell.
+// A cell costs a warp some 200 instructions however little of it is in the row. So rows of a few
+// tokens above a cell's border give those tokens to as many lanes as they need, and the warp takes
+// the tails of up to 32 rows at once. A lane has the elements that it has in cell.cuh, and lanes
+// merge in the same order, so the bits are those of SumCell.
 #ifndef LOGITD_KERNELS_CUDA_LOSS_ROW_TAILS_CUH_
 #define LOGITD_KERNELS_CUDA_LOSS_ROW_TAILS_CUH_
 
@@ -20,8 +21,8 @@ __host__ __device__ constexpr int TailOf(int vocab) {
   return vocab > kCell && left <= kMostTailLanes * kVector<T> ? left : 0;
 }
 
-// A lane's sums of the first `count` of its elements, at most a vector; of none, what a lane has whose
-// elements are -inf.
+// A lane's sums of the first `count` of its elements, at most a vector; of none, what a lane has
+// whose elements are -inf.
 template <class T>
 __device__ inline CellSums LaneTailSums(Summing summing, const CellAsk& ask,
                                         const float (&x)[kVector<T>], int count) {
@@ -69,7 +70,8 @@ __device__ inline CellSums LaneTailSums(Summing summing, const CellAsk& ask,
   return sums;
 }
 
-// The sums of a cell from those of its first `lanes` lanes, a power of two, the same in each of them.
+// The sums of a cell from those of its first `lanes` lanes, a power of two, the same in each of
+// them.
 __device__ inline CellSums MergeTail(Summing summing, const CellAsk& ask, const CellSums& part,
                                      int lanes) {
   const auto sum = [=](auto value) {

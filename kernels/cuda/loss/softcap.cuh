@@ -1,10 +1,10 @@
-// softcap * tanh(logit / softcap) without tanhf: odd polynomials near 0, quotients of two of them up
-// to where tanh is 1. The row's factors are in the coefficients, so that the logit itself is the
+// softcap * tanh(logit / softcap) without tanhf: odd polynomials near 0, quotients of two of them
+// up to where tanh is 1. The row's factors are in the coefficients, so that the logit itself is the
 // variable.
 //
-// tanhf takes two branches and 20 instructions. The polynomials, in u * u, were fitted to tanh(u) / u
-// by the Remez exchange. Their relative errors before rounding are 2^-26 for TanhNearest, 2^-28 for
-// TanhNear, 2^-25 and 2^-23.8 for the quotients TanhWide and TanhFar.
+// tanhf takes two branches and 20 instructions. The polynomials, in u * u, were fitted to tanh(u) /
+// u by the Remez exchange. Their relative errors before rounding are 2^-26 for TanhNearest, 2^-28
+// for TanhNear, 2^-25 and 2^-23.8 for the quotients TanhWide and TanhFar.
 #ifndef LOGITD_KERNELS_CUDA_LOSS_SOFTCAP_CUH_
 #define LOGITD_KERNELS_CUDA_LOSS_SOFTCAP_CUH_
 
@@ -98,8 +98,8 @@ __device__ inline bool IsMildSoftcap(float softcap, float log2e_over_temperature
          log2e_over_temperature <= 256.0f;
 }
 
-// tanh(logit / softcap) for a mild softcap and logits of type T: one function of the logit, whatever
-// is beside it.
+// tanh(logit / softcap) for a mild softcap and logits of type T: one function of the logit,
+// whatever is beside it.
 template <class T>
 class MildTanh {
  public:
@@ -151,8 +151,8 @@ struct CappedPowers {
   }
 
   // Calls take(e, log2(e) / temperature * softcap * tanh(x[e] / softcap) + shift) for each of a
-  // lane's elements in the quarters that a cell's first `count` are in. No absolute logit of these is
-  // above `reach`.
+  // lane's elements in the quarters that a cell's first `count` are in. No absolute logit of these
+  // is above `reach`.
   template <bool kWhole, class T, class Take>
   __device__ void Each(const LaneCell<T>& x, float reach, float shift, int count, Take take) const {
     if (reach <= __fmul_rn(softcap, TanhNearest::kReach)) {

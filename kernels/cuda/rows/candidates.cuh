@@ -67,9 +67,9 @@ __device__ inline uint32_t LaneOfRank(float lane_best, int r, int lane) {
 }
 
 // A logit that at least k of the row reach: of the r-th best lanes of all the cluster's warps, the
-// m-th best, r * m >= k, with its last bits zero. `bests` and `row_floor` are Shared::warp_bests and
-// row_floor of the block's own memory: other blocks write there while it may still read its part of the
-// row. Called by all threads; passes a barrier of the cluster.
+// m-th best, r * m >= k, with its last bits zero. `bests` and `row_floor` are Shared::warp_bests
+// and row_floor of the block's own memory: other blocks write there while it may still read its
+// part of the row. Called by all threads; passes a barrier of the cluster.
 template <class Block>
 __device__ __noinline__ float ClusterFloor(float lane_best, const Part& part, int k,
                                            uint32_t* bests, float& row_floor) {
@@ -309,8 +309,9 @@ __device__ __noinline__ Key Gather(const T* item, int item_begin, int item_eleme
 
 // ---- the row's candidates ----------------------------------------------------------------------
 
-// Offers the warp's logits that reach a floor of the row to the first block of the cluster. They are few
-// in a warp, so no thread waits for another warp. Where they are not, sets `shared.crowded`.
+// Offers the warp's logits that reach a floor of the row to the first block of the cluster. They
+// are few in a warp, so no thread waits for another warp. Where they are not, sets
+// `shared.crowded`.
 template <class Block, class Shared>
 __device__ __forceinline__ void SendOwn(const typename Block::Element* item, const Part& part,
                                         const typename Block::Pool::Sketch* sketch, Floor floor,

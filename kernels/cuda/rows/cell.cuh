@@ -150,9 +150,9 @@ __device__ inline void LoadCell(const float* cell, int lane, LaneCell<float>& x)
   }
 }
 
-// Calls visit(e) for a lane's elements of a cell, or only of its first quarter where the cell's first
-// `count` are in that. What it leaves out is -inf: a sum that takes those as 0 has the same bits
-// without them.
+// Calls visit(e) for a lane's elements of a cell, or only of its first quarter where the cell's
+// first `count` are in that. What it leaves out is -inf: a sum that takes those as 0 has the same
+// bits without them.
 template <class Visit>
 __device__ inline void EachOfFirst(int count, Visit visit) {
   if (count > kQuarter) {

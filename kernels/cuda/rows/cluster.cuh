@@ -25,8 +25,8 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
-// The cluster's place in the grid, and the block's in its cluster. A block launched without a cluster is
-// one of its own.
+// The cluster's place in the grid, and the block's in its cluster. A block launched without a
+// cluster is one of its own.
 __device__ inline int ClusterOfGrid() {
 #if __CUDA_ARCH__ >= 900
   int cluster;

@@ -9,8 +9,8 @@
 
 namespace logitd::cuda {
 
-// The clusters of a launch of `kernel` that run at once, or its blocks where it has no clusters; the
-// grid does not matter. Asks the driver. Thread-safe; the current device is that of the launch.
+// The clusters of a launch of `kernel` that run at once, or its blocks where it has no clusters;
+// the grid does not matter. Asks the driver. Thread-safe; the current device is that of the launch.
 cudaError_t ClustersAtOnce(const void* kernel, const LaunchShape& shape, const Scratch& scratch,
                            int* clusters);
 

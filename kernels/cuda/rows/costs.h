@@ -1,5 +1,5 @@
-// What the forms of ops on rows cost, as the planner's model takes it (plan.h). Data: kernel_bench --forms
-// measures, bench/kernels/fit_plans.py prints these lines.
+// The costs of the forms of ops on rows, for the planner's model (plan.h). Data: kernel_bench
+// --forms measures, bench/kernels/fit_plans.py prints these lines.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 #define LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 

@@ -1,4 +1,4 @@
-// What a plan knows of a device: a column of numbers, measured by kernel_bench.
+// A device as a plan knows it: a column of numbers, measured by kernel_bench.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_DEVICES_H_
 #define LOGITD_KERNELS_CUDA_ROWS_DEVICES_H_
 

@@ -21,9 +21,9 @@ thread_local int forced_form = -1;
 thread_local int forced_blocks = 0;
 thread_local RowsPlan last_plan;
 
-// [n]: clusters of n blocks, each of which fills a multiprocessor, that run at once. The blocks of a
-// cluster share a part of the device (a GPC), and what is left over in a part is idle: 15 clusters of 8
-// may not fit into 132 multiprocessors.
+// [n]: clusters of n blocks, each of which fills a multiprocessor, that run at once. The blocks of
+// a cluster share a part of the device (a GPC), and what is left over in a part is idle: 15
+// clusters of 8 may not fit into 132 multiprocessors.
 using Clusters = std::array<int, kMaxClusterBlocks + 1>;
 
 __global__ void LargeBlock() {}
@@ -123,7 +123,7 @@ float TimeOf(const RowCost& cost, const RowsShape& shape, const Cut& cut, int te
   const float row_end_us = cost.end_us + (cut.blocks > 1 ? rates.meeting_us : 0);
   const float turns_us = static_cast<float>(cut.turns) * cost.cell_us;
   const float bytes_us = shape.row_bytes / (rates.bytes_per_us * all);
-  // Of a team's block.
+  // The work of one of a team's blocks.
   const float cells_work =
       static_cast<float>(shape.cells) / blocks * cost.cell_work / rates.work_speed;
   const float end_work = cost.end_work / rates.work_speed;

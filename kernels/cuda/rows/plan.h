@@ -1,15 +1,16 @@
 // The planner of ops on rows: which of an op's forms takes a call's rows, and how they are cut.
 //
-// A form is one way to take rows: a warp, a block or a cluster of blocks is a team that takes a row.
-// The plan is the form, the blocks of a row and the teams at once that take least time by a model of
-// a multiprocessor with n teams:
+// A form is one way to take rows: a warp, a block or a cluster of blocks is a team that takes a
+// row. The plan is the form, the blocks of a row and the teams at once that take least time by a
+// model of a multiprocessor with n teams:
 //   read    the rows' bytes at the device's rate, or the work of their cells, or a row's latency
 //   end     the latency of a row's end, or the work of n ends
-//   a call  launch; whole waves, of read and end / n (others read meanwhile); the last, of read and end
-// Rates are of the device (devices.h), latencies and work of the form (costs.h), fitted to the times
-// of kernel_bench --forms by bench/kernels/fit_plans.py: no border is written by hand. On an H200
-// planned calls take 1.00 to 1.02 of the best form's time on average, 1.56 at most; with borders by
-// hand 1.02 to 1.22, and 2.00 (bench/results/h200/forms.json).
+//   a call  launch; whole waves, of read and end / n (others read meanwhile); the last, of read and
+//           end
+// Rates are of the device (devices.h), latencies and work of the form (costs.h), fitted to the
+// times of kernel_bench --forms by bench/kernels/fit_plans.py: no border is written by hand. On an
+// H200 planned calls take 1.00 to 1.02 of the best form's time on average, 1.56 at most; with
+// borders by hand 1.02 to 1.22, and 2.00 (bench/results/h200/forms.json).
 //
 // A plan never changes a row's bits.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_PLAN_H_
@@ -31,11 +32,13 @@ struct RowForm {
   int most_blocks = 1;  // of a row, as a cluster
   int least_cells = 1;  // of a row
   int most_cells = 1 << 10;
-  // Shared memory of a block: for all of it, for each cell of the row, for each cell of a block's part.
+  // Shared memory of a block: for all of it, for each cell of the row, for each cell of a block's
+  // part.
   int fixed_bytes = 0;
   int row_cell_bytes = 0;
   int part_cell_bytes = 0;
-  // The same of each warp, where a warp takes a row. The block has as many warps as there is room for.
+  // Shared memory of each warp, where a warp takes a row. The block has as many warps as there is
+  // room for.
   int warp_bytes = 0;
   int warp_cell_bytes = 0;
   CostOf cost = CostOf::kGiven;
@@ -62,8 +65,8 @@ struct RowsPlan {
   float us = 0;          // by the model
 };
 
-// The plan of least time. Thread-safe; the current device is that of the launch. The first call for a
-// device asks the driver about it.
+// The plan of least time. Thread-safe; the current device is that of the launch. The first call for
+// a device asks the driver about it.
 RowsPlan PlanRows(const RowsShape& shape, std::span<const RowForm> forms, const Scratch& scratch);
 
 // A launch of a block, or a cluster, for each row.
@@ -71,12 +74,12 @@ LaunchShape ShapeOfTeams(int64_t rows, const RowsPlan& plan, const Scratch& scra
 // A launch of as many blocks as run at once, or as there are rows for: their warps take all rows.
 LaunchShape ShapeOfWarps(int64_t rows, const RowsPlan& plan, const Scratch& scratch);
 
-// The most blocks, 1 to kMaxClusterBlocks, that each of `rows` clusters can have while the device runs
-// all of them at once, a block on a multiprocessor. 1 where the device has no clusters.
+// The most blocks, 1 to kMaxClusterBlocks, that each of `rows` clusters can have while the device
+// runs all of them at once, a block on a multiprocessor. 1 where the device has no clusters.
 int32_t ClusterBlocksAtOnce(int64_t rows, const Scratch& scratch);
 
-// For the bench and tests: every plan of this thread takes this form and these blocks, or fits nothing;
-// -1 and 0: what the model chooses. Whether a form is forced. And this thread's last plan.
+// For the bench and tests: every plan of this thread takes this form and these blocks, or fits
+// nothing; -1 and 0: what the model chooses. Whether a form is forced. And this thread's last plan.
 void ForceForm(int form, int blocks);
 bool IsForced();
 RowsPlan LastPlan();

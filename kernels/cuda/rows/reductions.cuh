@@ -35,8 +35,8 @@ __device__ inline uint64_t WarpMin(uint64_t v) {
 __device__ inline uint32_t WarpMax(uint32_t v) { return __reduce_max_sync(kFullWarp, v); }
 __device__ inline uint32_t WarpMin(uint32_t v) { return __reduce_min_sync(kFullWarp, v); }
 
-// n / d of small integers, exact. A division of integers is 20 instructions, which a block that runs them
-// once waits for.
+// n / d of small integers, exact. A division of integers is 20 instructions, which a block that
+// runs them once waits for.
 __device__ inline int SmallQuotient(int n, int d) {
   return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
 }

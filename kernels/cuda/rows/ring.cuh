@@ -25,8 +25,8 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Loads vectors that begin in word kWord of a block of 16 bytes: out of that block and the next one.
-// Whole blocks: narrower loads, 16 bytes apart over the lanes, take as long each.
+// Loads vectors that begin in word kWord of a block of 16 bytes: out of that block and the next
+// one. Whole blocks: narrower loads, 16 bytes apart over the lanes, take as long each.
 template <class T, int kVectors, int kWord>
 __device__ inline void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
 #pragma unroll
@@ -43,8 +43,9 @@ __device__ inline void ReadMisaligned(const uint4* blocks, int misaligned, LaneC
   }
 }
 
-// Loads a lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's begin;
-// of its vectors the first kVectors. Reads all blocks of 16 bytes in which there is any of it.
+// Loads a lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's
+// begin; of its vectors the first kVectors. Reads all blocks of 16 bytes in which there is any of
+// it.
 template <class T, int kVectors = kCell / kVector<T> / 32>
 __device__ inline void ReadCellAt(const char* cell, int misaligned, int lane, LaneCell<T>& x) {
   const uint4* blocks = reinterpret_cast<const uint4*>(cell - misaligned) + lane;
@@ -79,8 +80,8 @@ class CellRing {
 
   __device__ CellRing(Storage& storage, int lane) : slots_(storage.slots), lane_(lane) {}
 
-  // Starts the copy of elements [0, count) from `first`, 1 <= count; of a cell at most. Reads no block of
-  // 16 bytes in which there is none of them, and no byte beyond a row's last.
+  // Starts the copy of elements [0, count) from `first`, 1 <= count; of a cell at most. Reads no
+  // block of 16 bytes in which there is none of them, and no byte beyond a row's last.
   __device__ void Push(const T* first, int count) {
     const int offset = InLine(first);
     CopyCell(BlockInShared(push_), reinterpret_cast<const char*>(first) - offset + 16 * lane_,
@@ -154,9 +155,9 @@ class CellRing {
     }
   }
 
-  // Instead of a Push for each Pop: starts the copies of all cells of a row of `count` elements, up to
-  // kStages cells; then each is popped, with a PushNothing after it. Until the next PushRow all of them
-  // stay in shared memory. Every earlier Push has been popped.
+  // Instead of a Push for each Pop: starts the copies of all cells of a row of `count` elements, up
+  // to kStages cells; then each is popped, with a PushNothing after it. Until the next PushRow all
+  // of them stay in shared memory. Every earlier Push has been popped.
   __device__ void PushRow(const T* first, int count) {
     push_ = pop_ = 0;
     const int offset = InLine(first);
@@ -201,8 +202,8 @@ class CellRing {
   __device__ uint32_t BlockInShared(int slot) const {
     return static_cast<uint32_t>(__cvta_generic_to_shared(slots_[slot])) + 16 * lane_;
   }
-  // Copies the first `count` elements of a cell that begins `offset` bytes after the line of lane 0's
-  // first block. The addresses are of the lane's first block.
+  // Copies the first `count` elements of a cell that begins `offset` bytes after the line of lane
+  // 0's first block. The addresses are of the lane's first block.
   __device__ void CopyCell(uint32_t to, const char* from, int offset, int count) const {
     constexpr int kWhole = kBlocks / 32;
     if (count >= kCell + kVector<T>) {  // the last block is in the row
@@ -231,8 +232,8 @@ class CellRing {
     ((whole > 32 * (v + 1) ? CopyBlock<v + 1>(to, from) : void()), ...);
   }
 
-  // Loads the lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a block's
-  // begin; of its vectors the first kVectors.
+  // Loads the lane's part of the cell at `cell` in shared memory, `misaligned` bytes after a
+  // block's begin; of its vectors the first kVectors.
   template <int kVectors = kBlocks / 32>
   __device__ void ReadCell(const char* cell, int misaligned, LaneCell<T>& x) const {
     ReadCellAt<T, kVectors>(cell, misaligned, lane_, x);

@@ -28,7 +28,7 @@ struct PoolShape {
   static constexpr int kHits = kPool / 2;  // groups to look at again
   static constexpr int kLaneGroups = kGroupsOfLane;
   static constexpr int kGroupsOfCell = 32 * kLaneGroups;
-  static constexpr int kMostCells = 65536 / kGroupsOfCell;  // of a block: a hit has 16 bits
+  static constexpr int kMostCells = 65536 / kGroupsOfCell;       // of a block: a hit has 16 bits
   static constexpr int kElements = kLaneElements / kLaneGroups;  // of a group
   // A lane's group maxima, 16 bits each.
   using Sketch = std::conditional_t<kLaneGroups == 1, uint16_t,
@@ -49,8 +49,8 @@ using SmallPool = PoolShape<128>;
 using LargePool = PoolShape<1024>;
 using LargeClusterPool = PoolShape<1024, 2, 8192>;  // room for what 8 blocks find
 
-// kInCluster: a row's blocks may be a cluster; they leave what they found in the shared memory of its
-// first block.
+// kInCluster: a row's blocks may be a cluster; they leave what they found in the shared memory of
+// its first block.
 template <class T, class PoolShapeOfBlock, int kBlockWarps, int kRingStages, int kResidentBlocks,
           bool kInCluster = false>
 struct BlockShape {
@@ -131,8 +131,9 @@ __device__ __forceinline__ typename Shape::Sketch PackSketch(
   }
 }
 
-// Where groups of consecutive elements are: kLanes neighbouring lanes hold a vector each of a group,
-// and their parts of the sketch, together, are the maxima of vectors 0, 1, 2, ... over these lanes.
+// Where groups of consecutive elements are: kLanes neighbouring lanes hold a vector each of a
+// group, and their parts of the sketch, together, are the maxima of vectors 0, 1, 2, ... over these
+// lanes.
 template <class Shape, class T>
 struct GroupPlace {
   static constexpr int kVectors = kLaneElements / kVector<T>;  // of a lane
@@ -236,8 +237,8 @@ class RowStream {
   }
 
   // Writes the cells' statistics and the sketch, counted from `begin`. Returns the largest logit
-  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null, and no
-  // sketch where `sketch` is null.
+  // the lane has seen. kTwice: also the statistics of `second`, where its cells are not null, and
+  // no sketch where `sketch` is null.
   template <bool kTwice = false>
   __device__ float Run(CellStats to, typename Pool::Sketch* sketch, CellStats second = {}) {
     float lane_best = -kInfinity;

@@ -1,8 +1,8 @@
-// The skeleton of ops on rows: a block, or a cluster of blocks, reads a row once; each cell leaves a
-// few numbers, which one warp merges in the cells' order.
+// The skeleton of ops on rows: a block, or a cluster of blocks, reads a row once; each cell leaves
+// a few numbers, which one warp merges in the cells' order.
 //
-// An op says what it computes; the skeleton cuts rows, reads them and launches. An op is a struct that a
-// kernel builds for a row:
+// An op says what it computes; the skeleton cuts rows, reads them and launches. An op is a struct
+// that a kernel builds for a row:
 //
 //   struct Op {
 //     using Element = ...;                      // of the logits
@@ -14,14 +14,16 @@
 //     void Finish(const Params&, int64_t row, const Cell* cells, int count, int lane) const;
 //   };
 //
-// Add sums the cell at `first` of a row that ends at `end`, where elements after the end are -inf; it is
-// the same in every lane. Finish is by one warp. Cells are merged in one order that depends only on their
-// number (MergeCells), so a row's bits never depend on the plan. examples/row_entropy is such an op.
+// Add sums the cell at `first` of a row that ends at `end`, where elements after the end are -inf;
+// it is the same in every lane. Finish is by one warp. Cells are merged in one order that depends
+// only on their number (MergeCells), so a row's bits never depend on the plan. examples/row_entropy
+// is such an op.
 //
-// An op may have more: `Read`, a loop of its own in place of Add; kTops and Tops(), where it selects a
-// row's largest tokens, which then are in the pool of the block; Meanwhile, by all threads of the first
-// block once all cells are there, before those tokens are; FinishBlock, by all threads, in place of
-// Finish; Shared, memory between them. softmax_topk and cross_entropy are such ops.
+// An op may have more: `Read`, a loop of its own in place of Add; kTops and Tops(), where it
+// selects a row's largest tokens, which then are in the pool of the block; Meanwhile, by all
+// threads of the first block once all cells are there, before those tokens are; FinishBlock, by all
+// threads, in place of Finish; Shared, memory between them. softmax_topk and cross_entropy are such
+// ops.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
 
@@ -32,7 +34,7 @@
 
 namespace logitd::cuda {
 
-// What ops with little to say get for the rest.
+// Defaults for ops that need no more.
 struct RowOp {
   static constexpr bool kTops = false;
   struct Shared {};
@@ -68,8 +70,8 @@ struct OpMemory {
   }
 };
 
-// Reads the block's part of a row: leaves what each cell adds. Returns the largest logit the lane has
-// seen, where the op needs it.
+// Reads the block's part of a row: leaves what each cell adds. Returns the largest logit the lane
+// has seen, where the op needs it.
 template <class Block, class Op>
 __device__ __forceinline__ float ReadPart(Op& op, RowStream<Block>& stream, int end,
                                           typename Op::Cell* cells,
@@ -106,7 +108,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
                                     : Part{0, 1, 0, vocab, vocab};
   const T* row = static_cast<const T*>(logits.data) + r * logits.row_stride;
 
-  // Requested before the copies begin, or it arrives after all of them. Used once they are under way.
+  // Requested before the copies begin, or it arrives after all of them. Used once they are under
+  // way.
   Op op(p, r);
   RowStream<Block> stream(memory.shared, row, part.begin, part.end);
   if (in_cluster) ClusterWait();  // all blocks have begun: their memory is there

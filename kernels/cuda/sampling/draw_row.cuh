@@ -38,8 +38,8 @@ struct DraftMass {
   }
 };
 
-// The integer weights that tokens are drawn by: 0 for keys below `last`. A token beyond the row has x
-// = -inf, and weighs 0.
+// The integer weights that tokens are drawn by: 0 for keys below `last`. A token beyond the row has
+// x = -inf, and weighs 0.
 struct TokenWeights {
   Weigher weigh;
   Key last;
@@ -53,9 +53,9 @@ struct TokenWeights {
   }
 };
 
-// A cell's integer weights in order of token id, by one warp: a lane holds vectors of neighbours, and
-// vector v of all lanes comes before vector v + 1 of any. `first` is the cell's first token, weigh(x,
-// i) the weight of token i. A token beyond the row has x = -inf, and must weigh 0.
+// A cell's integer weights in order of token id, by one warp: a lane holds vectors of neighbours,
+// and vector v of all lanes comes before vector v + 1 of any. `first` is the cell's first token,
+// weigh(x, i) the weight of token i. A token beyond the row has x = -inf, and must weigh 0.
 // kInLoops: vectors are visited in loops, as in EachOfCell.
 template <bool kInLoops, class Element, class Weigh>
 class WeightsOfCell {
@@ -284,8 +284,8 @@ __device__ inline Drawn DrawGreedy(const DrawShared& s) {
   return {KeyIndex(s.sorted[0]), s.sorted[0], 0.0, uint64_t{1} << kWeightBits};
 }
 
-// The first token of a row of which none are listed: of the first cell whose maximum is the row's. A
-// warp calls write_cell(first) before it reads a cell. Called by all threads.
+// The first token of a row of which none are listed: of the first cell whose maximum is the row's.
+// A warp calls write_cell(first) before it reads a cell. Called by all threads.
 template <class Row, class WriteCell>
 __device__ __forceinline__ Drawn DrawGreedyByCells(const Row& row, const DrawInput& in,
                                                    DrawShared& s, WriteCell write_cell) {
@@ -311,7 +311,8 @@ __device__ __forceinline__ Drawn DrawGreedyByCells(const Row& row, const DrawInp
   return {s.token, MakeKey(in.peak, s.token), 0.0, uint64_t{1} << kWeightBits};
 }
 
-// From the whole row: a cell by its statistics, then a token of it by integers. `write_cell` as above.
+// From the whole row: a cell by its statistics, then a token of it by integers. `write_cell` as
+// above.
 template <class Row, class WriteCell>
 __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row& row,
                                                 const DrawInput& in, DrawShared& s,
@@ -446,8 +447,8 @@ __device__ __noinline__ Drawn DrawUnlisted(const SampleRow& ask, Row row, Key lo
   return {token, last, 0.0, total};
 }
 
-// The lowest logit that top_n_sigma keeps; the row's largest, `peak`, is finite. A second read of the
-// row, by the block. Called by all threads.
+// The lowest logit that top_n_sigma keeps; the row's largest, `peak`, is finite. A second read of
+// the row, by the block. Called by all threads.
 template <class Row>
 __device__ __noinline__ float SigmaBorderOf(Row row, const SampleRow& ask, float peak) {
   static_assert(kSigmaSums == 32, "a lane each");

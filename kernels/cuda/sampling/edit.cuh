@@ -17,8 +17,8 @@ constexpr uint32_t kPatchBias = 1u << 21;
 constexpr int kPatchPlace = 22;
 static_assert(kMaxHistory <= kPatchCount && kCell == 1 << (32 - kPatchPlace));
 
-// Enqueues the kernel that makes the patches of all rows of p.args. `early`: it may begin before the
-// stream's earlier kernels have ended (LaunchShape).
+// Enqueues the kernel that makes the patches of all rows of p.args. `early`: it may begin before
+// the stream's earlier kernels have ended (LaunchShape).
 cudaError_t MakePatches(const SampleParams& p, bool early, cudaStream_t stream);
 
 // A row's edits, for the warps that read it.
@@ -87,8 +87,8 @@ struct LaneBests {
 };
 
 // Reads the warp's cells of an edited row: writes the statistics of the row as sent and of the
-// edited one, and those of the sketches that are not null. The edited logits are written where their
-// sketch is. `cell_floats`: room for the warp's cell as floats, for 16-bit rows.
+// edited one, and those of the sketches that are not null. The edited logits are written where
+// their sketch is. `cell_floats`: room for the warp's cell as floats, for 16-bit rows.
 template <class Block>
 __device__ __forceinline__ LaneBests ReadEdited(RowStream<Block>& stream, const Edits& edits,
                                                 int begin, CellStats raw, CellStats own,

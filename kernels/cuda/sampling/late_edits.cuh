@@ -5,8 +5,9 @@
 // enough allowed logits reach is lowered until enough logits reach it after their penalties too;
 // only the tokens of the few groups that reach the floor are looked at, and only they are counted
 // in the history. The blocks of a cluster look by one floor of the whole row; where too few logits
-// reach it after their penalties, each looks for the first of its part. Where the mask allows a fair
-// share, the same look finds the top tokens of the row as sent, and the rank of the token drawn.
+// reach it after their penalties, each looks for the first of its part. Where the mask allows a
+// fair share, the same look finds the top tokens of the row as sent, and the rank of the token
+// drawn.
 //
 // Where that does not end (rows of many equal logits, or nearly all candidates in the history), the
 // block writes the edited logits of its part to scratch (WriteEdited), and goes on as for other
@@ -198,8 +199,8 @@ __device__ __noinline__ int TakeAllowed(const LateEdits& edits, int count) {
   return s.kept;
 }
 
-// Applies the penalties to `count` candidates. Returns how many still reach the floor. Called by all
-// threads after a barrier; ends with a barrier passed.
+// Applies the penalties to `count` candidates. Returns how many still reach the floor. Called by
+// all threads after a barrier; ends with a barrier passed.
 template <int kThreads>
 __device__ __noinline__ int PenalizeCandidates(const LateEdits& edits, int count, Key floor) {
   const Candidates found(Finish().draw);
@@ -251,7 +252,8 @@ struct alignas(16) LateInbox {
   int survivors[kMaxClusterBlocks];
   static_assert(kMaxClusterBlocks * kListed <= 2 * Candidates::kMax);
 
-  // Whether k logits of the row reach the cluster's floor after edits, and every block found its own.
+  // True where k logits of the row reach the cluster's floor after edits, and every block found its
+  // own.
   __device__ bool Reaches(int k, int blocks) const {
     int all = 0;
     bool found = true;
@@ -317,8 +319,8 @@ __device__ inline int LateReaching(const LateEdits& edits, int k, int raw_k) {
 
 // Looks for the part's k largest logits after edits, and at best finds the `raw_k` largest as sent
 // as well. `sketch`: of what the mask allows. Where `row_floor` is above -inf, it is a floor of a
-// cluster's: the row's k largest may be in other blocks' parts, and there is one look. Called by all
-// threads after a barrier; ends with a barrier passed.
+// cluster's: the row's k largest may be in other blocks' parts, and there is one look. Called by
+// all threads after a barrier; ends with a barrier passed.
 template <class Block>
 __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, const Part& part,
                                            const EditPool::Sketch* raw_sketch,
@@ -379,9 +381,9 @@ __device__ __noinline__ LateFound FindLate(const typename Block::Element* row, c
   return {-1, -1, -1, 0};
 }
 
-// Writes the edited logits of elements [begin, end) of the row to `edited`, and their sketch, in the
-// layout of f32, where `sketch` is not null. `counts`: room for the row, in device memory. Called by
-// all threads; ends with a barrier passed.
+// Writes the edited logits of elements [begin, end) of the row to `edited`, and their sketch, in
+// the layout of f32, where `sketch` is not null. `counts`: room for the row, in device memory.
+// Called by all threads; ends with a barrier passed.
 template <class T>
 __device__ __noinline__ void WriteEdited(const T* row, int begin, int end, LateEdits edits,
                                          uint32_t* counts, float* edited,

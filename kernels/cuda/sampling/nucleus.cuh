@@ -2,13 +2,14 @@
 // of them.
 //
 // Nothing is sorted beyond a pool, and no filter has a cap: LastOfPrefix narrows a range of keys by
-// histograms of a count or a mass. Fast ways: FilterFirst lists the keys from about the k-th up, and
-// filters among them; FindNucleus looks twice at a row with a flat top_p, for a histogram of
+// histograms of a count or a mass. Fast ways: FilterFirst lists the keys from about the k-th up,
+// and filters among them; FindNucleus looks twice at a row with a flat top_p, for a histogram of
 // approximate mass, then for exact sums of what is above its last bin.
 //
 // Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits,
-// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. top_k 5000, top_p 0.9 of
-// 512 rows (bench/results/h200/sample_filters.json): 280 us, 845 by LastOfPrefix and FindNucleus.
+// top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. top_k 5000, top_p 0.9
+// of 512 rows (bench/results/h200/sample_filters.json): 280 us, 845 by LastOfPrefix and
+// FindNucleus.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_NUCLEUS_CUH_
 
@@ -50,8 +51,8 @@ __device__ __noinline__ void EndInPool(uint64_t before, uint64_t need, Measure m
 // ---- by histograms of keys ---------------------------------------------------------------------
 
 // Adds to a sum in shared memory that other threads add to as well: its halves one after the other.
-// The device has no such instruction, and a loop of compare-and-swap is slow where sums meet.
-// An atomic by a generic address takes longer, and the compiler does not know where a pointer points.
+// The device has no such instruction, and a loop of compare-and-swap is slow where sums meet. An
+// atomic by a generic address takes longer, and the compiler does not know where a pointer points.
 __device__ __forceinline__ void AddShared(uint64_t* sum, uint64_t value) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(sum));
   const uint32_t low = static_cast<uint32_t>(value);
@@ -105,8 +106,8 @@ __device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
 }
 
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
-// measure(x) adds up to `need` or more; kLowestKey where all of them have less. `keys` is a row, or a
-// list of its keys. Called by all threads.
+// measure(x) adds up to `need` or more; kLowestKey where all of them have less. `keys` is a row, or
+// a list of its keys. Called by all threads.
 template <int kThreads, class Keys>
 __device__ __noinline__ Key LastOfPrefix(Keys keys, Key low, Key high, uint64_t need,
                                          Measure measure) {

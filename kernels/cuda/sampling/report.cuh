@@ -8,8 +8,8 @@
 
 namespace logitd::cuda {
 
-// Refuses a row: one that holds a NaN, or else one of which nothing can be drawn. Called by all threads
-// of a block.
+// Refuses a row: one that holds a NaN, or else one of which nothing can be drawn. Called by all
+// threads of a block.
 template <class T>
 __device__ __noinline__ void RefuseRow(const SampleArgs& args, int64_t r, const SampleRow& ask,
                                        const T* sent, const Stats* raw_cells, bool has_nan) {

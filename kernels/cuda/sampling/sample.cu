@@ -1,17 +1,17 @@
 // sample and verify: a block, or a cluster of blocks, reads a row once and draws from what it kept:
 // cells' sums and a sketch, a sorted list of 128 tokens (filters usually leave no others), what
-// filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), the test of a draft (draft.cuh), the
-// report (report.cuh). Edits that only lower logits are applied late, to few candidates
-// (late_edits.cuh), others on the way (edit.cuh), in kernels of their own (sample_edited_f32.cu). Every
-// sum that decides is of integers, or in one order fixed by the row.
+// filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), the test of a draft (draft.cuh),
+// the report (report.cuh). Edits that only lower logits are applied late, to few candidates
+// (late_edits.cuh), others on the way (edit.cuh), in kernels of their own (sample_edited_f32.cu).
+// Every sum that decides is of integers, or in one order fixed by the row.
 //
-// Cost: reads rows * vocab * sizeof(T) once; edits on the way also write it, in f32, where filters or
-// the report look at it again. Beyond the list a top_k reads it once more and a ninth, a top_p twice
-// more, a rank what reaches it. Limited by: as softmax_topk, the latencies that end a row. 512 x 131072
-// f32: 72% of one read (bench/results/h200/kernels_c384b48.json, sample_filters.json).
-// Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us for
-// 118); one kernel for plain and edited rows (64 plain rows 34 us); the first look of a flat top_p at
-// a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113 for 95).
+// Cost: reads rows * vocab * sizeof(T) once; edits on the way also write it, in f32, where filters
+// or the report look at it again. Beyond the list a top_k reads it once more and a ninth, a top_p
+// twice more, a rank what reaches it. Limited by: as softmax_topk, the latencies that end a row.
+// 512 x 131072 f32: 72% of one read (bench/results/h200/kernels_c384b48.json, sample_filters.json).
+// Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us
+// for 118); one kernel for plain and edited rows (64 plain rows 34 us); the first look of a flat
+// top_p at a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113 for 95).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"

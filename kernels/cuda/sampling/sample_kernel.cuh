@@ -151,8 +151,8 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                 s);
 }
 
-// Reports the lists of a row as sent, whose first tokens are in s.sorted. Called by all threads; ends
-// with a barrier passed.
+// Reports the lists of a row as sent, whose first tokens are in s.sorted. Called by all threads;
+// ends with a barrier passed.
 template <class Row>
 __device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
                                                const Row& row, const Stats* raw_cells,
@@ -171,10 +171,10 @@ struct LateListed {
   float row_floor;     // a floor of the whole row; -inf: the lists are of the first of the part
 };
 
-// Lists the first tokens, as sent and after edits, of the block's part: a lone block in s.sorted one
-// after the other, reporting the first; a cluster's in the inbox of its first block. A cluster first
-// looks for those of the row, by a floor of all its blocks. Called by all threads after a barrier; in
-// a cluster it ends with a barrier of the cluster.
+// Lists the first tokens, as sent and after edits, of the block's part: a lone block in s.sorted
+// one after the other, reporting the first; a cluster's in the inbox of its first block. A cluster
+// first looks for those of the row, by a floor of all its blocks. Called by all threads after a
+// barrier; in a cluster it ends with a barrier of the cluster.
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, const SampleRow& ask,
                                                const RowPlan& plan, const Part& part,
@@ -266,8 +266,8 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
   }
 }
 
-// The stages after the read of a row whose edits are applied late. `stream` is what the row was read
-// with. Called by all threads after a barrier.
+// The stages after the read of a row whose edits are applied late. `stream` is what the row was
+// read with. Called by all threads after a barrier.
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
                                            const RowPlan& plan, const Part& part,
@@ -377,8 +377,8 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
   return row;
 }
 
-// Rows whose edits are applied late come first in the code: they take longer where their code is far
-// from the kernel's start (64 rows with history and mask 54.8 us for 47.4).
+// Rows whose edits are applied late come first in the code: they take longer where their code is
+// far from the kernel's start (64 rows with history and mask 54.8 us for 47.4).
 template <class T, bool kInCluster, bool kEditable>
 __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>::kThreads,
                                   DrawBlock<T, kInCluster, DrawPool<kEditable>>::kResident)

@@ -30,7 +30,8 @@ struct SampleParams {
   float* bias_values;  // null: no row has bias
   int64_t edited_stride;
   int* patch_counts;  // [rows, cells]
-  // The first keys of a row (nucleus.cuh), in scratch: room for first_keys of each of first_rows rows.
+  // The first keys of a row (nucleus.cuh), in scratch: room for first_keys of each of first_rows
+  // rows.
   Key* first_lists;
   int64_t first_rows;
   int32_t first_keys;
@@ -50,8 +51,8 @@ struct SampleParams {
 // cells, blocks and edited rows.
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 
-// True where the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over the
-// row needs them, and the list usually holds what the filters leave.
+// True where the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over
+// the row needs them, and the list usually holds what the filters leave.
 __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
@@ -117,8 +118,8 @@ struct DrawFinish {
   DrawShared draw;
 };
 
-// The rings, and for 16-bit rows that may be edited a cell of each warp as floats; later the pool and
-// what draws.
+// The rings, and for 16-bit rows that may be edited a cell of each warp as floats; later the pool
+// and what draws.
 template <class T, bool kInCluster, bool kEditable>
 union DrawMemory {
   using Block = DrawBlock<T, kInCluster, DrawPool<kEditable>>;
@@ -139,8 +140,8 @@ __device__ inline DrawFinish& Finish() {
   return *reinterpret_cast<DrawFinish*>(dynamic);
 }
 
-// In a function that is not inlined: these pointers are to shared memory. The compiler does not know,
-// and loads and atomics by generic addresses take longer.
+// In a function that is not inlined: these pointers are to shared memory. The compiler does not
+// know, and loads and atomics by generic addresses take longer.
 template <class... U>
 __device__ __forceinline__ void AreInShared(const U*... pointers) {
   (__builtin_assume(__isShared(pointers)), ...);
@@ -192,16 +193,16 @@ __device__ __forceinline__ void EachOfVector(const LaneCell<Element>& x, int fir
 #pragma unroll
   for (int e = 0; e < kVector<Element>; ++e) visit(WordElement<Element>(words, e), i + e);
 }
-// The same for all vectors, in a loop: code that is rarely run is read from device memory, and takes
-// longer than the loop.
+// The same for all vectors, in a loop: code that is rarely run is read from device memory, and
+// takes longer than the loop.
 template <class Element, class Visit>
 __device__ __forceinline__ void EachOfCell(const LaneCell<Element>& x, int first, Visit visit) {
 #pragma unroll 1
   for (int v = 0; v < kLaneElements / kVector<Element>; ++v) EachOfVector(x, first, v, visit);
 }
 
-// The row after edits: as sent where there are none. Cells of a row that may be edited are visited as
-// f32, so that there is one body for both.
+// The row after edits: as sent where there are none. Cells of a row that may be edited are visited
+// as f32, so that there is one body for both.
 template <class T, bool kMayBeEdited>
 class Logits {
  public:
@@ -306,8 +307,8 @@ class Logits {
 
 // ---- the list ----------------------------------------------------------------------------------
 
-// Sorts n keys, at most the pool's room of them, into places [0, most) of `to`, which may be another
-// block's; `spare` as in EmitByRank. Called by all threads; ends with a barrier passed.
+// Sorts n keys, at most the pool's room of them, into places [0, most) of `to`, which may be
+// another block's; `spare` as in EmitByRank. Called by all threads; ends with a barrier passed.
 template <int kThreads>
 __device__ __noinline__ void SortKeys(Key* keys, int n, Key* spare, int most, Key* to) {
   EmitByRank<kThreads>(keys, n, spare, Finish().pool.select, [&](int rank, Key key) {

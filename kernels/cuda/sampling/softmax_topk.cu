@@ -1,19 +1,20 @@
 // softmax_topk: one read of the logits leaves a sketch on chip; the few groups that matter are
 // looked at again.
 //
-// A warp takes a cell of 1024 logits, folds it into (max, sum), and leaves the maxima of its groups, 16
-// bits each. Then a floor is found that at least k logits reach; groups that reach it are read again,
-// and what is not below the floor is ranked. Cells merge in one order, so all forms give the same bits.
-// A call's form is planned (rows/plan.h): a warp a row (topk_warp.cuh), a block or a
-// cluster a row (topk_block.cuh), or for k > 1024 a sort (topk_sorted.cu).
+// A warp takes a cell of 1024 logits, folds it into (max, sum), and leaves the maxima of its
+// groups, 16 bits each. Then a floor is found that at least k logits reach; groups that reach it
+// are read again, and what is not below the floor is ranked. Cells merge in one order, so all forms
+// give the same bits. A call's form is planned (rows/plan.h): a warp a row (topk_warp.cuh), a block
+// or a cluster a row (topk_block.cuh), or for k > 1024 a sort (topk_sorted.cu).
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 8 k + 12 bytes a row.
-// Limited by: HBM while a row is read; then by the chain of latencies that ends a row (floor, second
-// look, rank, merge), which other blocks hide only in part, few rows not at all: instructions that a
-// block runs once take some 10 cycles each. Short rows by instructions.
-// Measured on an H200 (bench/results/h200/rows.json), of one read: 512 x 131072 k 64 f32 81%, bf16 67%;
-// 65536 x 1000 f32 k 10 75%. Dropped: a pool inside the loop; blocks that meet in device memory; a
-// cluster's second look in the ring's memory; a cell of -inf before the row, to fetch the loop early.
+// Limited by: HBM while a row is read; then by the chain of latencies that ends a row (floor,
+// second look, rank, merge), which other blocks hide only in part, few rows not at all:
+// instructions that a block runs once take some 10 cycles each. Short rows by instructions.
+// Measured on an H200 (bench/results/h200/rows.json), of one read: 512 x 131072 k 64 f32 81%, bf16
+// 67%; 65536 x 1000 f32 k 10 75%. Dropped: a pool inside the loop; blocks that meet in device
+// memory; a cluster's second look in the ring's memory; a cell of -inf before the row, to fetch the
+// loop early.
 #include <array>
 #include <span>
 
@@ -70,7 +71,7 @@ using LargeK = BlockShape<T, LargePool, 8, 2, 2>;
 template <class T>
 using LargeKManyRows = BlockShape<T, LargePool, 4, 2, 3>;
 
-// Of more than 8 cells a warp takes only 16-bit rows: shared memory has room for few of f32.
+// A warp takes f32 rows of at most 8 cells: shared memory has room for few longer ones.
 template <class T>
 constexpr int kMostShortCells = sizeof(T) == 4 ? 8 : 12;
 

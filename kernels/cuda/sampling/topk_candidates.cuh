@@ -167,8 +167,8 @@ __device__ inline uint32_t LowestOf(uint32_t coarse) {
   return max(coarse << 16, OrderedBits(-kInfinity));  // below it are the bits of NaN
 }
 
-// The lane's group maxima, two in a word: ordered and 16 bits each; 0 for cells that the row does not
-// have.
+// The lane's group maxima, two in a word: ordered and 16 bits each; 0 for cells that the row does
+// not have.
 template <class Shape>
 class GroupMaxima {
  public:
@@ -182,8 +182,8 @@ class GroupMaxima {
     }
   }
 
-  // The first 16 bits of an ordered logit that at least k of the row reach: near the k-th largest of
-  // the group maxima.
+  // The first 16 bits of an ordered logit that at least k of the row reach: near the k-th largest
+  // of the group maxima.
   __device__ uint32_t Floor(int k) {
     uint32_t best = 0;
     uint32_t second = 0;
@@ -320,8 +320,8 @@ __device__ __forceinline__ int ListPlacesOfRow(typename Shape::Ring& ring,
   return n;
 }
 
-// A candidate in the pool: of f32 a Key, of 16-bit types a Key's bits that are not the same for all:
-// the ordered logit, then the index, from the highest on. 0: none.
+// A candidate in the pool: of f32 a Key, of 16-bit types a Key's bits that are not the same for
+// all: the ordered logit, then the index, from the highest on. 0: none.
 template <class Shape>
 __device__ inline typename Shape::PoolKey PoolKeyOf(const RowInShared<Shape>& row, int i) {
   using T = typename Shape::Element;
@@ -408,8 +408,8 @@ __device__ __noinline__ int FillByHalving(RowInShared<Shape> row, int vocab, int
 
 // ---- answers -----------------------------------------------------------------------------------
 
-// Which of two keys a lane keeps when it exchanges them with another, for SortOverWarp: bit 15 - i is
-// of the i-th exchange at sizes up to 16, then of those at distances 16 to 1: 1 for the larger.
+// Which of two keys a lane keeps when it exchanges them with another, for SortOverWarp: bit 15 - i
+// is of the i-th exchange at sizes up to 16, then of those at distances 16 to 1: 1 for the larger.
 __device__ inline uint32_t SortDirections(int lane) {
   uint32_t directions = 0;
 #pragma unroll
@@ -496,8 +496,8 @@ __device__ inline void CountAbove(Key key, Key mine, int& above) {
 }
 __device__ inline void CountAbove(uint32_t key, uint32_t mine, int& above) { above += key > mine; }
 
-// Writes the k largest of the n keys of a pool, which zeros follow: each is compared with all. kFew: there
-// are at most 32.
+// Writes the k largest of the n keys of a pool, which zeros follow: each is compared with all.
+// kFew: there are at most 32.
 template <class Shape, bool kFew>
 __device__ __forceinline__ void EmitRanked(const typename Shape::Warp& s, int n,
                                            const RowAnswers& answers, const RowResult& result,
@@ -539,9 +539,9 @@ struct LogitRange {
   __device__ int UnusedBits() const { return __clz(high - low); }  // of what is above `low`
 };
 
-// 32 bits of the key at a place of the pool, for sorting: all of a 16-bit logit's; of an f32 one the
-// upper bits of what it is above the lowest, and the place. Where neighbours in that order agree in
-// those bits, it may not be the right one.
+// 32 bits of the key at a place of the pool, for sorting: all of a 16-bit logit's; of an f32 one
+// the upper bits of what it is above the lowest, and the place. Where neighbours in that order
+// agree in those bits, it may not be the right one.
 template <class Shape>
 struct SortedBits {
   static constexpr int kPlaceBits = std::bit_width(static_cast<unsigned>(Shape::kPool)) - 1;
@@ -559,8 +559,9 @@ struct SortedBits {
   }
 };
 
-// Writes a row's answers by sorting 32 bits of each key: first of as many as k may be, into which the others are merged 32
-// at a time. False, and nothing is written, where those bits do not tell keys apart.
+// Writes a row's answers by sorting 32 bits of each key: first of as many as k may be, into which
+// the others are merged 32 at a time. False, and nothing is written, where those bits do not tell
+// keys apart.
 template <class Shape>
 __device__ __forceinline__ bool EmitSorted(const typename Shape::Warp& s, int n, LogitRange range,
                                            const RowAnswers& answers, const RowResult& result,

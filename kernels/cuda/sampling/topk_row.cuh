@@ -1,4 +1,4 @@
-// What the forms of softmax_topk share: their parameters, and a row's answers.
+// The parameters of all forms of softmax_topk, and a row's answers.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_ROW_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_ROW_CUH_
 

@@ -1,16 +1,16 @@
-// softmax_topk, a warp per row: a row of one cell in registers, a longer one, of up to 8 cells, or 12 of 16
-// bits, in the warp's shared memory; k <= 128.
+// softmax_topk, a warp per row: a row of one cell in registers, a longer one, of up to 8 cells, or
+// 12 of 16 bits, in the warp's shared memory; k <= 128.
 //
 // A block has as many warps as shared memory holds rows of the launch's number of cells, and a last
-// cell of which the row has at most a quarter takes less time. A row's end has no barrier: the floor is
-// found among the maxima of the row's groups by halving, then the cells that reach it are read again
-// from shared memory. The candidates are sorted by 32 bits of each: a 16-bit logit and its index; or the
-// upper bits of what an f32 logit is above the floor and its place in the pool; where those do not tell
-// neighbours apart, each is compared with all. The row's memory is free before that, so the next row's
-// copy runs meanwhile; 16 rows' logarithms are one.
+// cell of which the row has at most a quarter takes less time. A row's end has no barrier: the
+// floor is found among the maxima of the row's groups by halving, then the cells that reach it are
+// read again from shared memory. The candidates are sorted by 32 bits of each: a 16-bit logit and
+// its index; or the upper bits of what an f32 logit is above the floor and its place in the pool;
+// where those do not tell neighbours apart, each is compared with all. The row's memory is free
+// before that, so the next row's copy runs meanwhile; 16 rows' logarithms are one.
 //
-// Limited by instructions (16384 x 4096 bf16 k 50: 2460 a row), and by latencies where f32 rows of 4
-// cells leave room for 12 warps a multiprocessor. Figures: softmax_topk.cu.
+// Limited by instructions (16384 x 4096 bf16 k 50: 2460 a row), and by latencies where f32 rows of
+// 4 cells leave room for 12 warps a multiprocessor. Figures: softmax_topk.cu.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 
@@ -26,8 +26,8 @@ __device__ inline int64_t RowOfTurn(uint32_t turn) {
   return blockIdx.x + static_cast<int64_t>(turn) * gridDim.x;
 }
 
-// Statistics of rows that ended wait here until there are kRows, at most 32: 32 logarithms cost as much
-// as one.
+// Statistics of rows that ended wait here until there are kRows, at most 32: 32 logarithms cost as
+// much as one.
 template <int kRows>
 class EndedRows {
  public:
@@ -107,7 +107,7 @@ class ShortRows {
     ring_.PopQuarters(logits() + first, p_.vocab - first, x);
     ring_.PushNothing();
   }
-  // The same where only the cell's first quarter is in the row.
+  // Loads the next cell where only its first quarter is in the row.
   __device__ void NextQuarter(int first, LaneCell<T>& x) {
     ring_.PopQuarter(logits() + first, p_.vocab - first, x);
     ring_.PushNothing();
@@ -158,7 +158,7 @@ class ShortRows {
   SoftmaxTopKRow next_ask_;
 };
 
-// What a lane knows of a row that the warp has read.
+// A row that the warp has read, as a lane knows it.
 struct ReadRow {
   Stats cell;       // of the cell with the lane's number
   float lane_best;  // the largest logit the lane has seen
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
   using Ended = EndedRows<Shape::kEnded>;
   Ended ended(p, s.ended, lane);
   const uint32_t directions = SortDirections(lane);
-  float temperature = 0.0f;  // what the next one, and the warp's, are of
+  float temperature = 0.0f;  // of log2e_over_temperature, here and in the warp's memory
   float log2e_over_temperature = 0.0f;
 #pragma unroll 1
   while (!rows.Done()) {

@@ -66,8 +66,8 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
   LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", fields.dtype, &dtype_));
   LOGITD_RETURN_IF_ERROR(CheckRange("rows", fields.rows, 1, max_rows));
   const HeadView* const view = hidden ? &head->view() : nullptr;
-  // A lease has no size of its own to compare with: the shape says how many bytes there must be. The
-  // product may wrap around only where the checks refuse the shape before they compare.
+  // A lease has no size of its own to compare with: the shape says how many bytes there must be.
+  // The product may wrap around only where the checks refuse the shape before they compare.
   const int64_t elements = hidden ? view->hidden() : fields.vocab;
   const auto bytes = static_cast<int64_t>(
       shared ? static_cast<uint64_t>(fields.rows) * static_cast<uint64_t>(elements) * SizeOf(dtype_)

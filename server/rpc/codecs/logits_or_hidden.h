@@ -1,5 +1,5 @@
-// The rows of a request, logits or hidden states of a head, and where they lie: in the message or in
-// a lease. For the ops that have a linear form.
+// The rows of a request, logits or hidden states of a head, and where they lie: in the message or
+// in a lease. For the ops that have a linear form.
 #ifndef LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 #define LOGITD_SERVER_RPC_CODECS_LOGITS_OR_HIDDEN_H_
 

@@ -16,7 +16,8 @@ struct Payload {
   ByteRange range;  // in the message; of an arena only its size counts
   int64_t rows = 0;
   size_t row_bytes = 0;
-  // The place of rows that are not in the message: row r lies at `arena_offset` + r * `arena_stride`.
+  // The place of rows that are not in the message: row r lies at `arena_offset` + r *
+  // `arena_stride`.
   std::shared_ptr<const arena::Arena> arena = nullptr;
   int64_t arena_offset = 0;
   int64_t arena_stride = 0;

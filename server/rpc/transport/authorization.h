@@ -33,8 +33,8 @@ struct Authorization {
   door::Credentials credentials;                   // that showed it; empty if there is no identity
 };
 
-// `metadata`: of the call; null: `peer` is the other end of a ring. `identities` null: everybody may
-// call everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are
+// `metadata`: of the call; null: `peer` is the other end of a ring. `identities` null: everybody
+// may call everything. UNAUTHENTICATED: no identity. PERMISSION_DENIED: it lacks the role. Both are
 // counted and logged, never with the token.
 absl::StatusOr<Authorization> Authorize(const http2::HeaderList* metadata,
                                         const http2::PeerInfo& peer,
@@ -46,8 +46,8 @@ absl::StatusOr<Authorization> Authorize(const http2::HeaderList* metadata,
 absl::Status CheckStillAuthorized(const Authorization& authorization,
                                   const door::Identities* identities, const Access& access);
 
-// A place for one more call of the identity, as long as the result lives; null where it has no limit.
-// RESOURCE_EXHAUSTED, counted: it has as many as it may have.
+// A place for one more call of the identity, as long as the result lives; null where it has no
+// limit. RESOURCE_EXHAUSTED, counted: it has as many as it may have.
 absl::StatusOr<std::shared_ptr<const void>> TakePlace(const Authorization& authorization,
                                                       engine::Metrics* metrics);
 

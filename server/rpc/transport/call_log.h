@@ -1,5 +1,5 @@
-// Lines of the log about calls: one for every call at debug, and one for every slow call at info. Also
-// the names that a caller gives to its call, so that it can be found there.
+// Lines of the log about calls: one for every call at debug, and one for every slow call at info.
+// Also the names that a caller gives to its call, so that it can be found there.
 #ifndef LOGITD_SERVER_RPC_TRANSPORT_CALL_LOG_H_
 #define LOGITD_SERVER_RPC_TRANSPORT_CALL_LOG_H_
 

@@ -19,13 +19,14 @@ class ServerCall;
 // Outlives its calls. The methods say who may call them.
 class CallTracker {
  public:
-  // `peer_timeout`: for a message, from when it is asked for. `retry_delay`: what a caller that gets
-  // RESOURCE_EXHAUSTED is told to wait, where the status itself does not say.
+  // `peer_timeout`: for a message, from when it is asked for. `retry_delay`: what a caller that
+  // gets RESOURCE_EXHAUSTED is told to wait, where the status itself does not say.
   // `metrics`: null: none; otherwise it outlives this.
   CallTracker(absl::Duration peer_timeout, absl::Duration retry_delay, int loops,
               engine::Metrics* metrics = nullptr);
 
-  // Any thread. A call of a ring is alive from Add to Remove; others that count, from Enter to Leave.
+  // Any thread. A call of a ring is alive from Add to Remove; others that count, from Enter to
+  // Leave.
   int alive() const;
   void Add() { of_rings_.fetch_add(1, std::memory_order_relaxed); }
   void Remove() { of_rings_.fetch_sub(1, std::memory_order_relaxed); }

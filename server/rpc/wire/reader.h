@@ -76,8 +76,8 @@ struct Choice {
   Nested message;
 };
 
-// One field of message M. The member's type decides how the field is read: int32_t, int64_t and bool
-// are varints (int32, int64, enum, bool). An optional member tells whether the field was sent.
+// One field of message M. The member's type decides how the field is read: int32_t, int64_t and
+// bool are varints (int32, int64, enum, bool). An optional member tells whether the field was sent.
 template <typename M>
 struct Field {
   uint32_t number;
@@ -119,7 +119,8 @@ class WireReader {
   ByteRange Here(size_t bytes) const;
 
  private:
-  // One of a single byte, as most are. False, and nothing is read: it is longer, or in the next piece.
+  // One of a single byte, as most are. False, and nothing is read: it is longer, or in the next
+  // piece.
   bool ReadShortVarint(uint64_t* value);
   bool ReadVarintSlow(int max_bytes, uint64_t* value);
   // Moves to the next piece that has bytes.

@@ -1,5 +1,5 @@
-// The service of gRPC's interoperability cases, on server/http2 and server/rpc: a test of gRPC's wire
-// that needs no engine. interop.proto has what it serves.
+// The service of gRPC's interoperability cases, on server/http2 and server/rpc: a test of gRPC's
+// wire that needs no engine. interop.proto has what it serves.
 #ifndef LOGITD_TESTS_CONFORMANCE_SERVER_INTEROP_SERVER_H_
 #define LOGITD_TESTS_CONFORMANCE_SERVER_INTEROP_SERVER_H_
 

@@ -1,7 +1,7 @@
 // Serves gRPC's interoperability cases until SIGTERM or SIGINT.
 //
-// usage: conformance_server HOST:PORT [CERTIFICATE KEY]. The files are PEM: with them it speaks TLS. At
-// the end it prints what is left when all clients have gone, which is all zeros.
+// usage: conformance_server HOST:PORT [CERTIFICATE KEY]. The files are PEM: with them it speaks
+// TLS. At the end it prints what is left when all clients have gone, which is all zeros.
 #include <csignal>
 #include <cstdio>
 #include <fstream>

@@ -1,17 +1,19 @@
-// Logits of up to 128 hidden states on Hopper: the weight is read once, at nearly a plain read's rate.
+// Logits of up to 128 hidden states on Hopper: the weight is read once, at nearly a plain read's
+// rate.
 //
-// The vocabulary is on wgmma's side of 64, and the rows, rounded up to 16, 32, 64, 96 or 128, on the
-// other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages of 64 elements
-// of the hidden size, and two warpgroups multiply 64 tokens each. Blocks are pairs, of which each
-// loads half of the hidden states for both. Up to 16 rows pairs take tiles in turn. More rows: each
-// has a range of the vocabulary, and asks for 2 or 4 steps together, 64 tokens of all of them before
-// the next. A logit has product.cuh's order, so its bits.
+// The vocabulary is on wgmma's side of 64, and the rows, rounded up to 16, 32, 64, 96 or 128, on
+// the other. A block is three warpgroups: one thread asks the copy engine (TMA) for stages of 64
+// elements of the hidden size, and two warpgroups multiply 64 tokens each. Blocks are pairs, of
+// which each loads half of the hidden states for both. Up to 16 rows pairs take tiles in turn. More
+// rows: each has a range of the vocabulary, and asks for 2 or 4 steps together, 64 tokens of all of
+// them before the next. A logit has product.cuh's order, so its bits.
 //
-// Cost: reads vocab * hidden * 2 bytes; writes rows * vocab * 4. Limited by: HBM. On an H200, 128256 x
-// 4096, where a plain read takes 226 to 240 us: 1, 16, 32, 64, 128 rows 249, 249, 251, 270, 291 us;
-// nvjet 243 to 272. On an H100 (bench/results/h100/few_rows.json) 32, 64, 128 rows 364, 373, 403.
-// Dropped: ranges for few rows (256 us; H100 347); turns for 128 (300); 64 KB in flight; copies of 8 or
-// 16 tokens; one warpgroup (265); blocks by themselves (249); middle_rows.cuh (1 row 295, 64 289).
+// Cost: reads vocab * hidden * 2 bytes; writes rows * vocab * 4. Limited by: HBM. On an H200,
+// 128256 x 4096, where a plain read takes 226 to 240 us: 1, 16, 32, 64, 128 rows 249, 249, 251,
+// 270, 291 us; nvjet 243 to 272. On an H100 (bench/results/h100/few_rows.json) 32, 64, 128 rows
+// 364, 373, 403. Dropped: ranges for few rows (256 us; H100 347); turns for 128 (300); 64 KB in
+// flight; copies of 8 or 16 tokens; one warpgroup (265); blocks by themselves (249);
+// middle_rows.cuh (1 row 295, 64 289).
 #include "kernels/cuda/linear/hopper/few_rows.h"
 
 #include <algorithm>

@@ -22,9 +22,9 @@ struct LogitsParams {
   float softcap;
 };
 
-// Writes the logits of `hidden` [rows <= kFewRows, size] by `weight` [vocab, size], as hopper::Logits
-// does, with the same bits. The next kernel of the stream may begin
-// before this one has ended, where it is launched early (launch.cuh).
+// Writes the logits of `hidden` [rows <= kFewRows, size] by `weight` [vocab, size], as
+// hopper::Logits does, with the same bits. The next kernel of the stream may begin before this one
+// has ended, where it is launched early (launch.cuh).
 cudaError_t FewRowsLogits(const TensorView& hidden, const TensorView& weight, const LogitsParams& p,
                           const Scratch& scratch, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The instructions of hopper/product.cuh: barriers, copies by the copy engine (TMA), and products of
-// warpgroups (wgmma).
+// The instructions of hopper/product.cuh: barriers, copies by the copy engine (TMA), and products
+// of warpgroups (wgmma).
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_INSTRUCTIONS_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_INSTRUCTIONS_CUH_
 

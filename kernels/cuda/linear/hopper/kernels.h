@@ -39,7 +39,7 @@ constexpr int kLossGroupRows = 256;  // rows that the product takes or skips tog
 cudaError_t Losses(const LinearCrossEntropyArgs& args, const int32_t* groups,
                    const Scratch& scratch, cudaStream_t stream);
 
-// The same rows on a shard of the head (kernels/shards.h): their part of the shard's block, where an
+// Such rows on a shard of the head (kernels/shards.h): their part of the shard's block, where an
 // extra that is the target has the target's bits too. The shard has tokens.
 struct ShardLossArgs {
   TensorView hidden;            // after the head's norm

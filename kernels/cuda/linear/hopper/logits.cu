@@ -1,8 +1,8 @@
 // Logits of hidden states on Hopper: up to 128 rows by hopper/few_rows.cu, more by the product of
 // hopper/middle_rows.cuh with an epilogue that applies scale, bias and softcap and writes fp32.
 //
-// Cost of more than 128 rows: reads vocab * hidden * 2 bytes, writes rows * vocab * 4. Limited by HBM
-// up to about 250 rows, then by the tensor cores. Measured: middle_rows.cuh.
+// Cost of more than 128 rows: reads vocab * hidden * 2 bytes, writes rows * vocab * 4. Limited by
+// HBM up to about 250 rows, then by the tensor cores. Measured: middle_rows.cuh.
 // Tried and dropped: stores of 16 bytes, by an exchange of pairs between threads (64 rows 10 us
 // more).
 #include <cstddef>

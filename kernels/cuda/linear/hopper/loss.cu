@@ -145,8 +145,8 @@ __device__ inline Outcome ConcludeRow(const CrossEntropyArgs& args, int64_t r,
   return Conclude(args, r, {stats, 0.0f, total, 0}, target_logit, nan, lane);
 }
 
-// A warp for each row. Where `extras`, a block for each row: its first warp writes the losses, all of
-// them the extras.
+// A warp for each row. Where `extras`, a block for each row: its first warp writes the losses, all
+// of them the extras.
 constexpr int kFinishWarps = kFinishThreads / 32;
 template <class T>
 __global__ void __launch_bounds__(kFinishThreads)
@@ -250,8 +250,8 @@ int64_t RowsOfPass(int64_t rows, int64_t cells, const Scratch& scratch) {
   return RoundUp(CeilDiv(rows, CeilDiv(rows, most)), kLossGroupRows);
 }
 
-// Whether hopper/middle_rows.cuh takes a pass. It skips no groups of rows, and leaves a part of every
-// tile, for which there may be no room.
+// True where hopper/middle_rows.cuh takes a pass. It skips no groups of rows, and leaves a part of
+// every tile, for which there may be no room.
 bool IsMiddle(int64_t rows, int64_t tiles, const int32_t* groups, const Scratch& scratch) {
   constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
   const int64_t bytes = rows * (tiles * static_cast<int64_t>(sizeof(LossPart)) + 4) + kSlack;

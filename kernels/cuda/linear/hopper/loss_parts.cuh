@@ -1,4 +1,4 @@
-// What the epilogues of hopper/loss.cu know of their rows, and what they leave: a row's sums over tiles
+// The rows of the epilogues of hopper/loss.cu, and what they leave: a row's sums over tiles
 // and cells.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_PARTS_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_LOSS_PARTS_CUH_

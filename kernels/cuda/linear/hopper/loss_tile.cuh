@@ -28,10 +28,10 @@ struct LossRow {
 // ---- the order of a sum -------------------------------------------------------------------------
 //
 // A row's sum over a tile is a tree, so that it has the same bits however threads share the tile's
-// tokens. The bits of a token's number in the tile are summed over in the order 6, 3, 0, 1, 2, 7, 4, 5:
-// first the two tokens that are 64 apart, then those that are 8 apart, and so on. In hopper/
-// product.cuh a thread has all tokens with the same bits 1 and 2, in hopper/middle_rows.cuh those with
-// the same bits 0, 1, 2, 4, 5 and 7.
+// tokens. The bits of a token's number in the tile are summed over in the order 6, 3, 0, 1, 2, 7,
+// 4, 5: first the two tokens that are 64 apart, then those that are 8 apart, and so on. In hopper/
+// product.cuh a thread has all tokens with the same bits 1 and 2, in hopper/middle_rows.cuh those
+// with the same bits 0, 1, 2, 4, 5 and 7.
 
 // What is left to sum when that is done for the bits 6, 3, 0, 1 and 2.
 constexpr int kSlices = 8;  // number: bits 4 and 5 of a token, then bit 7
@@ -59,8 +59,8 @@ __device__ inline void SumToSlices(float (&slices)[kSlices], const Term& term) {
     slices[slice] = (near[0][0] + near[1][0]) + (near[0][1] + near[1][1]);
   }
 }
-// The other bits, by the four threads of a row, which get the same. At first a thread keeps the slices
-// whose bits are those of its number.
+// The other bits, by the four threads of a row, which get the same. At first a thread keeps the
+// slices whose bits are those of its number.
 __device__ inline float SumQuadSlices(const float (&slices)[kSlices], int lane) {
   const bool odd = lane % 2 != 0;
   const bool high = lane / 2 % 2 != 0;

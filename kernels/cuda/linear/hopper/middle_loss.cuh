@@ -1,10 +1,10 @@
 // The epilogue of hopper/middle_rows.cuh that sums losses.
 //
-// Sums a tile as LossEpilogue does, with the same bits. A row's logits lie in registers of all warps
-// of the block: each lane has four, which loss_tile.cuh's order sums first. Eight lanes then sum what
-// they have of eight rows, so that each gets one row; what is left are the slices of eight warps.
-// These go through shared memory, and a thread for each row takes them together: first maxima, then
-// sums. So all warps wait for each other three times a tile.
+// Sums a tile as LossEpilogue does, with the same bits. A row's logits lie in registers of all
+// warps of the block: each lane has four, which loss_tile.cuh's order sums first. Eight lanes then
+// sum what they have of eight rows, so that each gets one row; what is left are the slices of eight
+// warps. These go through shared memory, and a thread for each row takes them together: first
+// maxima, then sums. So all warps wait for each other three times a tile.
 //
 // Cost of a tile, whose multiplication takes 97 000 clocks at 152 rows of hidden 5120: about 5000.
 // Limited by: the special-function unit, 2500 clocks for 256 exponentials of each row.

@@ -15,8 +15,9 @@ constexpr int kMiddleRowUnit = 8;          // rows of a block are paid for by th
 constexpr int kLeastMiddleBlockRows = 88;  // fewer are paid as so many
 constexpr int kMostMiddleBlockRows = 160;  // what registers have room for
 
-// Each cluster multiplies a group of rows at a time. All groups have as many rows, or the last ones,
-// which are small, have kMiddleRowUnit fewer in each block. A row has the same bits in any group.
+// Each cluster multiplies a group of rows at a time. All groups have as many rows, or the last
+// ones, which are small, have kMiddleRowUnit fewer in each block. A row has the same bits in any
+// group.
 struct MiddlePlan {
   int32_t groups;
   int32_t block_rows;  // of a group that is not small, in each block; a multiple of kMiddleRowUnit

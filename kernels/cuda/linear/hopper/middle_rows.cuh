@@ -12,7 +12,8 @@
 // cores. Measured on an H100 (bench/results/h100/middle_rows.json), 151936 x 5120, logits of 200,
 // 300, 520, 777 and 1000 rows: 1.07, 1.12, 1.09, 1.06, 1.04 of cuBLASLt's product, which writes
 // half as much.
-// Dropped: clusters of four blocks (300 rows 837 us for 720), more groups (879), groups of one size.
+// Dropped: clusters of four blocks (300 rows 837 us for 720), more groups (879), groups of one
+// size.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_ROWS_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_MIDDLE_ROWS_CUH_
 
@@ -37,9 +38,9 @@ constexpr int kMiddleMultiplyRegisters = 232;
 static_assert(kMiddleLoadRegisters + kConsumers * kMiddleMultiplyRegisters <=
               (1 + kConsumers) * 168);
 
-// kMostRows: rows that a block multiplies, absent ones included. TileEpilogue<kMostRows> has Params,
-// kSharedBytes, and functions that all threads that multiply call: Begin(unit), then Take(sums, unit,
-// the thread's first token in a tile, lane).
+// kMostRows: rows that a block multiplies, absent ones included. TileEpilogue<kMostRows> has
+// Params, kSharedBytes, and functions that all threads that multiply call: Begin(unit), then
+// Take(sums, unit, the thread's first token in a tile, lane).
 template <class Element, int kMostRows, template <int> class TileEpilogue>
 struct MiddleShape {
   using T = Element;
@@ -74,9 +75,9 @@ struct MiddleUnit {
 };
 
 // Calls take(unit) for all that this block's cluster takes. The first tiles come last: L2 still has
-// their logits when the next kernel begins to read. Where the number of clusters is a multiple of that
-// of groups, a cluster would always take the same group, and groups differ in size; so the first of a
-// tile's groups becomes another as tiles go on.
+// their logits when the next kernel begins to read. Where the number of clusters is a multiple of
+// that of groups, a cluster would always take the same group, and groups differ in size; so the
+// first of a tile's groups becomes another as tiles go on.
 template <class Take>
 __device__ inline void ForEachMiddleUnit(const MiddleParams& p, const Take& take) {
   const int rank = static_cast<int>(blockIdx.x) % kCluster;

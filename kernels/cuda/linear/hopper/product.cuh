@@ -35,8 +35,8 @@ namespace logitd::cuda::hopper {
 
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
-// A thread's registers. A block begins with 168 for each, and cannot get more in all: warpgroups that
-// ask for more wait for ever.
+// A thread's registers. A block begins with 168 for each, and cannot get more in all: warpgroups
+// that ask for more wait for ever.
 constexpr int kLoadRegisters = 56;
 constexpr int kMultiplyRegisters = 224;
 static_assert(kLoadRegisters + kConsumers * kMultiplyRegisters <= (1 + kConsumers) * 168);
@@ -254,8 +254,8 @@ struct Reader {
   }
 };
 
-// Releases `count` stages unread, when they have been filled: a barrier tells only the last phase from
-// the one before it, so a warpgroup must see all phases, or it waits for ever.
+// Releases `count` stages unread, when they have been filled: a barrier tells only the last phase
+// from the one before it, so a warpgroup must see all phases, or it waits for ever.
 template <Rows kRows>
 __device__ inline void SkipStages(int count, int lane, Ring<kRows>& ring) {
 #pragma unroll 1

@@ -42,9 +42,9 @@ struct Unit {
 // The order of the units. Rows are cut into blocks of 256, and what is left is 128 rows: a unit of
 // 64 rows reads as many weights, so beside others it takes longer than one of 128. Only where there
 // are no more than 64 rows are they all in such units. Blocks come in sets whose states L2 has room
-// for. For every set the vocabulary is gone through once, so that the clusters that work at the same
-// time share weights. Clusters take units in turn. Units that would be a last round for only some of
-// the clusters are split, and clusters take their tiles in turn.
+// for. For every set the vocabulary is gone through once, so that the clusters that work at the
+// same time share weights. Clusters take units in turn. Units that would be a last round for only
+// some of the clusters are split, and clusters take their tiles in turn.
 struct Schedule {
   int32_t row_blocks;  // of 256 rows
   int32_t set_blocks;
