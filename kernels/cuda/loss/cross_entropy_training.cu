@@ -105,24 +105,24 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   const T* row = static_cast<const T*>(loss.logits.data) + r * loss.logits.row_stride;
   T* to = static_cast<T*>(p.args.d_logits.data) + r * p.args.d_logits.row_stride;
   BlockMemory<T>& memory = BlockMemory<T>::Of();
+  // What the row asks, requested before the copies begin, or it arrives after all of them.
+  constexpr unsigned kAskParts = sizeof(CrossEntropyRow) / sizeof(uint2);
+  uint2 asked = {};
+  if (threadIdx.x < kAskParts) asked = reinterpret_cast<const uint2*>(loss.rows + r)[threadIdx.x];
   RowStream<Block<T>> stream(memory.rings, row, part.begin, part.end);
-
-  // What the row asks, while the first cells are on their way. The merge finds it in shared memory.
-  if (threadIdx.x < sizeof(CrossEntropyRow) / sizeof(uint2)) {
-    reinterpret_cast<uint2*>(&memory.ask)[threadIdx.x] =
-        reinterpret_cast<const uint2*>(loss.rows + r)[threadIdx.x];
-  }
+  if (threadIdx.x < kAskParts) reinterpret_cast<uint2*>(&memory.ask)[threadIdx.x] = asked;
   __syncthreads();
   if (p.blocks > 1) ClusterWait();  // all blocks have begun: their memory is there
   const CrossEntropyRow& ask = memory.ask;
   if (ask.active == 0) return stream.Abandon();
-  // Used by ranks and at the end of the row: cells need not wait for it.
-  const float target_logit = ask.target >= 0 ? ToFloat(row[ask.target]) : 0.0f;
-  if (threadIdx.x == kWarps * 32 - 1)
-    memory.gradient.Prepare(ask, p.args.upstream[r], ask.target >= 0, target_logit, vocab);
+  const auto target_logit = [&] { return ask.target >= 0 ? ToFloat(row[ask.target]) : 0.0f; };
+  // Of the thread that prepares the gradient. Read here: another block may overwrite it later.
+  const bool prepares = threadIdx.x == kWarps * 32 - 1;
+  const float upstream = prepares ? p.args.upstream[r] : 0.0f;
+  const float prepared_logit = prepares ? target_logit() : 0.0f;
   const CellAsk cell_ask{
       .target = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget,
-      .target_logit = target_logit,
+      .target_logit = (ask.want & kWantRank) != 0 ? target_logit() : 0.0f,
       .weighted = (ask.want & kWantEntropy) != 0,
       .total = ask.label_smoothing > 0,
       .softcap = ask.softcap,
@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   VisitSumming(SummingOf(cell_ask), [&](auto summing) {
     SumCells<summing, T>(stream, cell_ask, part.end, lane < p.blocks, to_cells, max_of, known);
   });
+  if (prepares) memory.gradient.Prepare(ask, upstream, ask.target >= 0, prepared_logit, vocab);
   if (p.blocks > 1) {
     ClusterArrive();
     ClusterWait();
@@ -165,7 +166,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
       int nan = vocab;
       for (int i = 0; isnan(stats.sum) && i < p.cells; ++i) nan = min(nan, cells[i].nan);
       WriteExtras(loss, ask, outcome, lane, 32);
-      if (lane == 0) WriteAnswers(loss, ask, r, sums, log_of_sum, outcome, target_logit, nan);
+      const float logit = ask.target >= 0 ? memory.gradient.target_logit : 0.0f;
+      if (lane == 0) WriteAnswers(loss, ask, r, sums, log_of_sum, outcome, logit, nan);
     }
   } else {
     __syncthreads();

@@ -26,19 +26,30 @@ __device__ inline void WaitAsync() {
 }
 
 // Loads vectors that begin in word kWord of a block of 16 bytes: out of that block and the next
-// one. Whole blocks: narrower loads, 16 bytes apart over the lanes, take as long each.
+// one. 16 bits by whole blocks: narrower loads, 16 bytes apart over the lanes, take as long each.
+// f32 by its words, as whole blocks need registers that rows of two cells do not have.
 template <class T, int kVectors, int kWord>
 __device__ inline void ReadMisaligned(const uint4* blocks, int misaligned, LaneCell<T>& x) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const uint4 low = blocks[32 * v], high = blocks[32 * v + 1];
-    const uint32_t words[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if constexpr (sizeof(T) == 4) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(blocks + 32 * v) + kWord;
+      constexpr int kPair = kWord % 2;  // the first word that two can be loaded from
+      const uint2 pair = *reinterpret_cast<const uint2*>(from + kPair);
+      if constexpr (kPair == 0) {
+        const uint2 rest = *reinterpret_cast<const uint2*>(from + 2);
+        x.SetVector(v, {pair.x, pair.y, rest.x, rest.y});
+      } else {
+        x.SetVector(v, {from[0], pair.x, pair.y, from[3]});
+      }
+    } else {
+      const uint4 low = blocks[32 * v], high = blocks[32 * v + 1];
+      const uint32_t words[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x.words[4 * v + i] = sizeof(T) == 4
-                               ? words[kWord + i]
-                               : __funnelshift_r(words[kWord + i], words[kWord + i + 1],
-                                                 static_cast<uint32_t>(misaligned % 4 * 8));
+      for (int i = 0; i < 4; ++i) {
+        x.words[4 * v + i] = __funnelshift_r(words[kWord + i], words[kWord + i + 1],
+                                             static_cast<uint32_t>(misaligned % 4 * 8));
+      }
     }
   }
 }
