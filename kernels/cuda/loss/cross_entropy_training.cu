@@ -4,11 +4,11 @@
 // Where that is faster, two calls serve: cross_entropy, then its backward (BlocksOf).
 //
 // Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by:
-// what a row costs between its last cell and its first gradient, while its blocks neither read nor
-// write (a barrier and a merge, 7000 of 27000 cycles at 128256 tokens); what L2 holds; label
-// smoothing by instructions. Measured on an H200, bf16, as a share of the copy, in brackets the two
-// calls: 8192 x 32000 79% (63%), 50257 74% (61%), 128256 71% (64%), with rank and entropy 65%
-// (62%); 4096 x 151936 75% (65%). Dropped: rows held in shared memory by a cluster (2% faster to
+// what L2 holds; a row's blocks neither read nor write between its last cell and its first gradient
+// (about a quarter of its cycles, by the clocks of one thread); label smoothing by instructions.
+// Measured on an H200, bf16, as a share of the copy, in brackets the two
+// calls: 8192 x 32000 82% (65%), 50257 74% (64%), 128256 73% (68%), with rank and entropy 67%
+// (64%); 4096 x 151936 78% (68%). Dropped: rows held in shared memory by a cluster (2% faster to
 // 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor, 8 a row
 // (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role (61%).
 #include <algorithm>
