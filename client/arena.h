@@ -21,8 +21,8 @@ namespace logitd::client {
 
 class CudaMemory;
 
-// Where an arena's memory is: on the host, or on a GPU of this machine that both the server and
-// this process can use.
+// The memory of an arena: of the host, or of a GPU of this machine that both the server and this
+// process can use.
 enum class ArenaKind { kHost, kCuda };
 
 // A lease and its memory, mapped to be read and written. The lease ends with the object, or with
@@ -66,9 +66,9 @@ class Arena {
   // Whether any of `bytes` lies in the arena. No bytes: no.
   bool Overlaps(absl::string_view bytes) const;
 
-  // Where a payload lies: `rows` rows of `row_bytes` bytes, either as one run of memory in any
-  // number of pieces, or as one piece for each row at equal distances. INVALID_ARGUMENT: it does
-  // not lie in the arena in one of these ways, or has another size.
+  // The place of a payload of `rows` rows of `row_bytes` bytes in the arena. Its pieces are either
+  // one run of memory together, or one for each row at equal distances. INVALID_ARGUMENT: neither
+  // holds, a piece is outside the arena, or the sizes do not add up.
   absl::StatusOr<v1::SharedRows> Find(const std::vector<absl::string_view>& pieces, int64_t rows,
                                       int64_t row_bytes) const;
 

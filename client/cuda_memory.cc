@@ -11,8 +11,8 @@
 namespace logitd::client {
 namespace {
 
-// What cuda.h declares, as far as it is used here, so that a build needs no toolkit. The driver
-// keeps these for ever.
+// The declarations of cuda.h that are used here, so that a build needs no toolkit. They are part of
+// the driver's stable interface.
 using Result = int;  // 0: success
 using DevicePointer = unsigned long long;
 struct Location {

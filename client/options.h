@@ -51,9 +51,9 @@ struct ClientOptions {
   // Names of all calls in the server's log; empty: none. server.proto says what is allowed.
   std::string request_id;
   std::string traceparent;
-  // Where the server refuses most calls of a method for its load, some are refused here and not
-  // sent: RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the server
-  // takes.
+  // Some calls fail here and are not sent, while the server refuses most calls of the method for
+  // its load: RESOURCE_EXHAUSTED, "not sent: ...". About three are sent for every two that the
+  // server takes.
   bool throttle = true;
   // Unary calls tell the server the size of their message in their headers: it decides before the
   // message comes.

@@ -1,5 +1,6 @@
-// bare_server: server/http2 alone. It answers each call at once, so that load_bench and h2load
-// measure the transport. The difference to logitd is the cost of everything else.
+// bare_server: an HTTP/2 server of server/http2 with nothing behind it. It answers each call at
+// once, so load_bench and h2load measure the transport alone. What logitd takes beyond that is the
+// cost of everything else.
 #include <signal.h>
 
 #include <CLI/CLI.hpp>

@@ -9,9 +9,9 @@
 
 namespace logitd::cli {
 
-// Whether the file at `path`, the value of `flag`, can be written. A file that exists stays as it
-// is, and none is created. Devices and pipes are not opened. INVALID_ARGUMENT: it cannot be
-// written.
+// Checks that the file at `path`, the value of `flag`, can be written, and changes nothing: a file
+// that exists stays as it is, and none is created. Devices and pipes are not opened.
+// INVALID_ARGUMENT: it cannot be written.
 absl::Status CheckWritable(absl::string_view flag, const std::string& path);
 
 // For a file that could not be written after all: complains that it is lost, and returns the exit

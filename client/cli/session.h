@@ -37,10 +37,10 @@ struct CommonFlags {
 void HoldStandardStreams();
 
 void Print(absl::string_view text);
-// Whether something that was printed did not reach stdout: a full disk, a closed stdout, a reader
-// that has left.
+// True where something printed did not reach stdout: the disk is full, stdout is closed, or its
+// reader has left.
 bool OutputLost();
-// What the program ends with: `code`, except that lost output is no success.
+// The exit code of the program: `code`, or a failure where that is success and output was lost.
 int ExitCodeOf(int code);
 
 void Complain(absl::string_view text, absl::string_view hint = "");

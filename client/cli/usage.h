@@ -22,8 +22,7 @@ CLI::Option* FiniteNumbers(CLI::Option* option);
 // These words. The completion offers them.
 CLI::Option* Words(CLI::Option* option, const std::vector<std::string>& words);
 
-// What is wrong with the command line that `error` refuses: CLI11 has many forms for it, we have
-// one.
+// The text for a command line that `error` refuses, in one form, where CLI11 has many.
 std::string UsageText(const CLI::ParseError& error);
 
 }  // namespace logitd::cli

@@ -28,8 +28,8 @@ inline constexpr int64_t kMostConnections = 65536;
 inline constexpr int64_t kMostDescriptors = 1 << 20;
 
 // The limit of connections for `asked`, 0: as many as `descriptors` and `held_bytes` allow
-// (ServerOptions::max_held_bytes). Of descriptors a reserve stays, which is half of a small limit.
-// Of the bytes, connections without a call take three quarters at most: with `tls` they hold more.
+// (ServerOptions::max_held_bytes). Keeps kReservedDescriptors back, or half where there are few.
+// Connections without a call take at most three quarters of the bytes; with `tls` each holds more.
 int64_t ConnectionLimit(int64_t asked, int64_t descriptors, int64_t held_bytes, bool tls);
 
 // Owns the sockets that listen. Start and Stop on the loop, or while it does not run; Listen

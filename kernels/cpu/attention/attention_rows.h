@@ -108,8 +108,8 @@ inline Writing WritingOf(const AttentionShape& shape, const MutableTensorView& t
 }
 
 // Keys handed to a thread at once: few enough to balance, enough to hide the cost of taking them.
-// Of many rows, more: the last row of a piece is written without another to weigh meanwhile. Pieces
-// are larger only where every thread gets kLeastItems of them.
+// Pieces are larger where every thread still gets kLeastItems of them: the last row of a piece is
+// written with no other row to weigh meanwhile.
 inline constexpr int64_t kItemKeys = 32768;
 inline constexpr int64_t kMostItemKeys = 131072;
 inline constexpr int64_t kLeastItems = 16;

@@ -230,9 +230,9 @@ inline bool IsPlainPower(float scale) {
   return std::frexp(scale, &exponent) == 0.5f && std::abs(exponent) <= 20;
 }
 
-// As LoadX and LoadLastX, but x may be NaN instead of -inf where a key is masked: where its score
-// is NaN or infinite, or where the scale is 0. With kScaleLater, x is for masks that are not added
-// the bare score, and -inf where masked.
+// Reads x in fewer instructions than LoadX and LoadLastX: x of a masked key may be NaN instead of
+// -inf, if its score is NaN or infinite, or the scale is 0. With kScaleLater and a mask that is not
+// added, x is the bare score, and -inf if masked.
 template <bool kPairs, bool kScaleLater, typename T, typename M>
 class FastReader {
  public:

@@ -175,12 +175,11 @@ struct RowThread {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kCluster) {
       asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
-      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
     }
 #endif
     if constexpr (kCluster) {
       blocks = OfWarp(blocks);
-      block = OfWarp(block);
+      block = OfWarp(BlockOfCluster());
     }
     warps = blocks * static_cast<int>(blockDim.x / 32);
     warp = WarpInBlock() * blocks + block;

@@ -272,9 +272,8 @@ enum class Access {
   kWords,      // both by words
 };
 
-// Where few lanes hold a row, a warp's word loads touch many parts of memory at once; its word
-// stores write each of these in parts.
-// So do those of f32; and loads of 4 elements cost little to exchange.
+// A warp whose rows have few lanes each touches many parts of memory with one load of words, and
+// writes each of them in parts. Blocks of f32, 4 elements, also cost little to exchange.
 constexpr Access AccessOf(int elements, int lanes) {
   if (elements < 8) return Access::kBlocks;
   return lanes >= 16 ? Access::kWords : lanes >= 8 ? Access::kLoadWords : Access::kBlocks;

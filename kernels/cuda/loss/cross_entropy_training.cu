@@ -6,11 +6,12 @@
 // Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by:
 // what L2 holds; a row's blocks neither read nor write between its last cell and its first gradient
 // (about a quarter of its cycles, by the clocks of one thread); label smoothing by instructions.
-// Measured on an H200, bf16, as a share of the copy, in brackets the two
-// calls: 8192 x 32000 82% (65%), 50257 74% (64%), 128256 73% (68%), with rank and entropy 67%
-// (64%); 4096 x 151936 78% (68%). Dropped: rows held in shared memory by a cluster (2% faster to
-// 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor, 8 a row
-// (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role (61%).
+// Measured on an H200 (bench/results/h200/kernels_b3ca3a40.json), bf16, as a share of the copy, in
+// brackets the two calls: 8192 x 32000 82% (65%), 50257 74% (64%), 128256 73% (68%), with rank and
+// entropy 67% (64%); 4096 x 151936 78% (68%). Dropped: rows held in shared memory by a cluster (2%
+// faster to 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor,
+// 8 a row (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role
+// (61%).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
   const CrossEntropyRow& ask = memory.ask;
   if (ask.active == 0) return stream.Abandon();
   const auto target_logit = [&] { return ask.target >= 0 ? ToFloat(row[ask.target]) : 0.0f; };
-  // Of the thread that prepares the gradient. Read here: another block may overwrite it later.
+  // One thread prepares the gradient. It reads its inputs before the blocks meet: after that,
+  // another block may have written the target's gradient over its logit.
   const bool prepares = threadIdx.x == kWarps * 32 - 1;
   const float upstream = prepares ? p.args.upstream[r] : 0.0f;
   const float prepared_logit = prepares ? target_logit() : 0.0f;

@@ -1,5 +1,6 @@
 // The costs of the forms of ops on rows, for the planner's model (plan.h). Data: kernel_bench
-// --forms measures, bench/kernels/fit_plans.py prints these lines.
+// --forms measures, bench/kernels/fit_plans.py prints these lines. Those of kSample* and kSimple*
+// are estimates after kTopK* and kLoss*: --forms does not time these ops.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 #define LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 

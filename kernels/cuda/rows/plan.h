@@ -8,9 +8,10 @@
 //   a call  launch; whole waves, of read and end / n (others read meanwhile); the last, of read and
 //           end
 // Rates are of the device (devices.h), latencies and work of the form (costs.h), fitted to the
-// times of kernel_bench --forms by bench/kernels/fit_plans.py: no border is written by hand. On an
-// H200 planned calls take 1.00 to 1.02 of the best form's time on average, 1.56 at most; with
-// borders by hand 1.02 to 1.22, and 2.00 (bench/results/h200/forms.json).
+// times of kernel_bench --forms by bench/kernels/fit_plans.py: no border of these ops is written by
+// hand. On an H200 the calls planned so took 1.00 to 1.02 of the best form's time on average, 1.56
+// at most, when they were fitted; with borders by hand 1.02 to 1.22, and 2.00
+// (bench/results/h200/forms.json). Since then few rows have become faster.
 //
 // A plan never changes a row's bits.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_PLAN_H_
