@@ -19,7 +19,8 @@ enum CrossEntropyAxis : size_t {
   kCrossEntropyRows = engine::kRowAxis,
   kCrossEntropyExtraIds,
   kCrossEntropyTopEntries,
-  kCrossEntropyExtraEntries
+  kCrossEntropyExtraEntries,
+  kCrossEntropyCounted  // rows that are not left out; no array has elements for it
 };
 
 inline constexpr engine::Input<CrossEntropyRow> kCrossEntropyInRows{0, kCrossEntropyRows};
@@ -61,23 +62,41 @@ inline CrossEntropyArgs CrossEntropyArgsOf(const engine::BatchView& batch) {
                       .status = batch.Out(kCrossEntropyStatus)}};
 }
 
-inline constexpr engine::OpTraits kCrossEntropyTraits = {
+// The same where ignored rows are left out: see CrossEntropyArgs::counted_rows.
+inline CrossEntropyArgs CountedCrossEntropyArgsOf(const engine::BatchView& batch) {
+  CrossEntropyArgs args = CrossEntropyArgsOf(batch);
+  args.counted_rows = std::min(batch.rows(), batch.counts[kCrossEntropyCounted]);
+  return args;
+}
+
+template <CrossEntropyArgs (*ArgsOf)(const engine::BatchView&)>
+inline constexpr engine::OpTraits kCrossEntropyTraitsOf = {
     .name = "cross_entropy",
     .inputs = kCrossEntropyInputs,
     .outputs = kCrossEntropyOutputs,
     .enqueue = [](Stream& stream,
-                  const engine::BatchView& batch) { return stream.Run(CrossEntropyArgsOf(batch)); },
+                  const engine::BatchView& batch) { return stream.Run(ArgsOf(batch)); },
     .rows_apart = true};
 
-inline constexpr engine::OpTraits kLinearCrossEntropyTraits = {
+template <CrossEntropyArgs (*ArgsOf)(const engine::BatchView&)>
+inline constexpr engine::OpTraits kLinearCrossEntropyTraitsOf = {
     .name = "linear_cross_entropy",
     .inputs = kCrossEntropyInputs,
     .outputs = kCrossEntropyOutputs,
     .enqueue = [](Stream& stream, const engine::BatchView& batch) {
-      return stream.Run(LinearCrossEntropyArgs{.hidden = batch.Payload(),
-                                               .head = *batch.head,
-                                               .cross_entropy = CrossEntropyArgsOf(batch)});
+      return stream.Run(LinearCrossEntropyArgs{
+          .hidden = batch.Payload(), .head = *batch.head, .cross_entropy = ArgsOf(batch)});
     }};
+
+inline constexpr const engine::OpTraits& kCrossEntropyTraits =
+    kCrossEntropyTraitsOf<&CrossEntropyArgsOf>;
+inline constexpr const engine::OpTraits& kLinearCrossEntropyTraits =
+    kLinearCrossEntropyTraitsOf<&CrossEntropyArgsOf>;
+// Of jobs whose ignored rows are left out. They have batches of their own.
+inline constexpr const engine::OpTraits& kCountedCrossEntropyTraits =
+    kCrossEntropyTraitsOf<&CountedCrossEntropyArgsOf>;
+inline constexpr const engine::OpTraits& kCountedLinearCrossEntropyTraits =
+    kLinearCrossEntropyTraitsOf<&CountedCrossEntropyArgsOf>;
 
 inline constexpr RowPlace<CrossEntropyRow> kCrossEntropyPlaces[] = {
     {kCrossEntropyExtraIds, &CrossEntropyRow::first_extra},
@@ -89,6 +108,7 @@ inline constexpr RowPlace<CrossEntropyRow> kCrossEntropyPlaces[] = {
 struct CrossEntropyRows {
   absl::InlinedVector<CrossEntropyRow, 1> rows;
   std::vector<int32_t> extra_ids;
+  bool skip_ignored = false;  // the job is one of the counted ops
 
   static constexpr auto Columns() {
     return std::tuple(RowColumn(&CrossEntropyRows::rows, kCrossEntropyInRows, kCrossEntropyPlaces),
@@ -98,6 +118,7 @@ struct CrossEntropyRows {
     for (const CrossEntropyRow& row : rows) {
       spec->max_row_entries = std::max(spec->max_row_entries, row.top_logprobs);
       spec->wanted |= static_cast<uint32_t>(row.want);
+      if (skip_ignored && !AsksForNothing(row)) ++spec->counts[kCrossEntropyCounted];
     }
   }
   // For CheckCrossEntropy.

@@ -168,6 +168,37 @@ TEST_F(ScoreTest, HiddenStatesAreScoredWithTheLogitsOfTheirHead) {
   EXPECT_DOUBLE_EQ(response.totals().loss_mean(), loss_sum / 6);
 }
 
+TEST_F(ScoreTest, SkippedRowsAreZerosAndChangeNoOtherRow) {
+  std::string states = States(9, 6);
+  v1::ScoreRequest request = Scored(states);
+  request.add_top_logprobs(2);
+  request.set_want_rank(true);
+  request.set_want_entropy(true);
+  const v1::ScoreResponse whole = Score(request);
+  states.replace(static_cast<size_t>(2 * kHidden + 20), 2, "\xff\x7f");  // a NaN in row 1
+  v1::ScoreRequest some = Scored(states);
+  *some.mutable_top_logprobs() = request.top_logprobs();
+  some.set_want_rank(true);
+  some.set_want_entropy(true);
+  some.set_skip_ignored(true);
+  for (const int row : {1, 4, 8}) some.set_targets(row, -100);
+  const v1::ScoreResponse response = Score(some);
+  for (int row = 0, top = 0; row < 9; ++row) {
+    const bool skipped = some.targets(row) == -100;
+    EXPECT_EQ(response.status(row), v1::ROW_STATUS_OK);
+    EXPECT_EQ(response.top_count(row), skipped ? 0 : 2);
+    EXPECT_EQ(response.losses(row), skipped ? 0 : whole.losses(row));
+    EXPECT_EQ(response.logsumexp(row), skipped ? 0 : whole.logsumexp(row));
+    EXPECT_EQ(response.ranks(row), skipped ? 0 : whole.ranks(row));
+    EXPECT_EQ(response.entropies(row), skipped ? 0 : whole.entropies(row));
+    for (int i = 0; i < response.top_count(row); ++i, ++top)
+      EXPECT_EQ(response.top_ids(top), whole.top_ids(2 * row + i));
+  }
+  EXPECT_EQ(response.totals().counted(), 6);
+  EXPECT_EQ(response.totals().ignored(), 3);
+  EXPECT_EQ(response.totals().faulty(), 0);
+}
+
 TEST_F(ScoreTest, TopKAndSampleAcceptHiddenStates) {
   const std::string states = States(3, 2);
   v1::TopKRequest topk = OfHead<v1::TopKRequest>(states);

@@ -24,6 +24,7 @@ inline void Compare(const v1::ScoreRequest& expected, const ScoreFields& ours,
   compare->List("extra_ids", expected.extra_ids(), ours.extra_ids);
   compare->Note("want_rank", ours.want_rank == expected.want_rank());
   compare->Note("want_entropy", ours.want_entropy == expected.want_entropy());
+  compare->Note("skip_ignored", ours.skip_ignored == expected.skip_ignored());
   compare->Note("offset", ours.offset.has_value() == expected.has_offset() &&
                               ours.offset.value_or(0) == expected.offset());
   compare->Note("totals", ours.totals_parts.parts.empty() != expected.has_totals());

@@ -592,6 +592,49 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(linear.cross_entropy.answers.loss, answers.loss);
 }
 
+TEST(ScoreCodecTest, SkipIgnoredHasIgnoredRowsAskForNothing) {
+  v1::ScoreRequest request = Plain({1, -100, 2});
+  request.add_top_logprobs(2);
+  request.add_extra_ids(0);
+  request.set_want_entropy(true);
+  request.set_skip_ignored(true);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &ops::kCountedCrossEntropyTraits);
+  EXPECT_EQ(p.spec.counts[ops::kCrossEntropyCounted], 2);
+  EXPECT_EQ(p.spec.counts[ops::kCrossEntropyTopEntries], 4);
+  const auto rows = p.Rows();
+  EXPECT_FALSE(AsksForNothing(rows[0]));
+  EXPECT_TRUE(AsksForNothing(rows[1]));
+  EXPECT_FALSE(AsksForNothing(rows[2]));
+}
+
+TEST(ScoreCodecTest, SkipIgnoredHoldsForTheWholeStream) {
+  const auto sequence = std::make_shared<ScoreSequence>();
+  v1::ScoreRequest first = Plain({1, -100});
+  first.set_skip_ignored(true);
+  ASSERT_TRUE(Parsed(first, sequence).status.ok());
+  Parsed second(Plain({-100, -100, 0}), sequence);
+  ASSERT_TRUE(second.status.ok()) << second.status;
+  EXPECT_EQ(second.spec.key.op, &ops::kCountedCrossEntropyTraits);
+  EXPECT_EQ(second.spec.counts[ops::kCrossEntropyCounted], 1);
+}
+
+TEST(ScoreCodecTest, ASliceHasNoMoreCountedRowsThanRows) {
+  FakeStream stream;
+  engine::BatchView batch = {.dtype = DType::kBF16, .counts = {3}, .row_elements = 5};
+  batch.counts[ops::kCrossEntropyCounted] = 7;  // of the whole batch
+  std::byte* const none[16] = {};
+  batch.inputs = batch.outputs = none;
+  ASSERT_TRUE(ops::kCountedCrossEntropyTraits.enqueue(stream, batch).ok());
+  EXPECT_EQ(stream.last<CrossEntropyArgs>().counted_rows, 3);
+  batch.counts[ops::kCrossEntropyCounted] = 2;
+  const HeadView head;
+  batch.head = &head;
+  ASSERT_TRUE(ops::kCountedLinearCrossEntropyTraits.enqueue(stream, batch).ok());
+  EXPECT_EQ(stream.last<LinearCrossEntropyArgs>().cross_entropy.counted_rows, 2);
+}
+
 // --- the reader, with generated code as the judge
 
 v1::ScoreRequest EveryField() {
@@ -608,6 +651,7 @@ v1::ScoreRequest EveryField() {
   for (int id : {0, 2}) request.add_extra_ids(id);
   request.set_want_rank(true);
   request.set_want_entropy(true);
+  request.set_skip_ignored(true);
   request.set_offset(100);
   v1::ScoreTotals* totals = request.mutable_totals();
   totals->set_rows(100);

@@ -145,6 +145,8 @@ class ScoreParams(InputParams, total=False):
     """Report the rank of every target."""
     want_entropy: bool
     """Report the entropy of every row."""
+    skip_ignored: bool
+    """Leave ignored rows out: not computed, and their numbers are 0."""
 
 
 def split(params: Mapping[str, Any], *names: str) -> "tuple[list[Any], dict[str, Any]]":

@@ -19,7 +19,7 @@ namespace logitd::rpc {
 template <typename Rows>
 class RowCodec : public OpCodec {
  public:
-  const engine::OpTraits& op() const final { return input_.head() == nullptr ? op_ : linear_; }
+  const engine::OpTraits& op() const final { return input_.head() == nullptr ? *op_ : *linear_; }
   int64_t answer_bytes() const final { return answer_bytes_; }
   int64_t list_bytes() const final { return ops::BytesOf(rows_); }
   Payload payload() const final { return input_.payload(); }
@@ -31,7 +31,13 @@ class RowCodec : public OpCodec {
  protected:
   // `linear`: the op on hidden states; where it has none, the op itself.
   RowCodec(const engine::OpTraits& op, const engine::OpTraits& linear, Finders find)
-      : op_(op), linear_(linear), find_(std::move(find)) {}
+      : find_(std::move(find)), op_(&op), linear_(&linear) {}
+
+  // Before FillSpec: takes variants of the ops.
+  void UseOps(const engine::OpTraits& op, const engine::OpTraits& linear) {
+    op_ = &op;
+    linear_ = &linear;
+  }
 
   // The end of Parse: the rows have been checked. `more_bytes`: fields without an output array.
   void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
@@ -39,12 +45,14 @@ class RowCodec : public OpCodec {
     answer_bytes_ = MaxAnswerBytes(*spec) + more_bytes;
   }
 
-  const engine::OpTraits& op_;
-  const engine::OpTraits& linear_;
   const Finders find_;
   LogitsOrHidden input_;
   Rows rows_;
   int64_t answer_bytes_ = 0;
+
+ private:
+  const engine::OpTraits* op_;
+  const engine::OpTraits* linear_;
 };
 
 }  // namespace logitd::rpc

@@ -21,10 +21,11 @@ namespace {
 using Response = v1::ScoreResponse;
 
 constexpr NamedField<ScoreFields> kScoreFields[] = {
-    {"targets", &ScoreFields::targets},         {"ignore_index", &ScoreFields::ignore_index},
-    {"extra_count", &ScoreFields::extra_count}, {"extra_ids", &ScoreFields::extra_ids},
-    {"want_rank", &ScoreFields::want_rank},     {"want_entropy", &ScoreFields::want_entropy},
-    {"offset", &ScoreFields::offset},           {"totals", &ScoreFields::totals_parts},
+    {"targets", &ScoreFields::targets},           {"ignore_index", &ScoreFields::ignore_index},
+    {"extra_count", &ScoreFields::extra_count},   {"extra_ids", &ScoreFields::extra_ids},
+    {"want_rank", &ScoreFields::want_rank},       {"want_entropy", &ScoreFields::want_entropy},
+    {"skip_ignored", &ScoreFields::skip_ignored}, {"offset", &ScoreFields::offset},
+    {"totals", &ScoreFields::totals_parts},
 };
 
 constexpr NamedField<ScoreTotals> kTotalsFields[] = {
@@ -165,6 +166,7 @@ absl::Status ScoreCodec::Inherit(ScoreFields* fields) const {
   }
   fields->want_rank |= first.want_rank;
   fields->want_entropy |= first.want_entropy;
+  fields->skip_ignored |= first.skip_ignored;
   return absl::OkStatus();
 }
 
@@ -216,7 +218,18 @@ absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
           rows[r].softcap, r, input_.head()->info().name, input_.head()->view().softcap));
     }
   }
-  return CutList(kExtraIds, fields.extra_count, fields.extra_ids.size(), rows);
+  LOGITD_RETURN_IF_ERROR(CutList(kExtraIds, fields.extra_count, fields.extra_ids.size(), rows));
+  if (fields.skip_ignored) SkipIgnored(rows);
+  return absl::OkStatus();
+}
+
+// Has ignored rows left out: they ask for nothing.
+void ScoreCodec::SkipIgnored(absl::Span<CrossEntropyRow> rows) {
+  for (CrossEntropyRow& row : rows) {
+    if (row.target == kIgnoredTarget) row.want = row.top_logprobs = row.extra_count = 0;
+  }
+  rows_.skip_ignored = true;
+  UseOps(ops::kCountedCrossEntropyTraits, ops::kCountedLinearCrossEntropyTraits);
 }
 
 // Keeps what the later messages of the sequence need.

@@ -38,6 +38,7 @@ struct ScoreSettings : InputFields {
   IdList extra_ids;
   bool want_rank = false;
   bool want_entropy = false;
+  bool skip_ignored = false;
 };
 
 // ScoreRequest as it is in the message.
@@ -78,6 +79,7 @@ class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
   absl::Status Inherit(ScoreFields* fields) const;
   absl::Status ReadPlace(const ScoreFields& fields);
   absl::Status BuildRows(const ScoreFields& fields);
+  void SkipIgnored(absl::Span<CrossEntropyRow> rows);
   void Remember(const ScoreFields& fields);
   ScoreTotals TotalsOf(const engine::JobAnswer& answer) const;
 
