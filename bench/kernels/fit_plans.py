@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fits the numbers of the planner of ops on rows (kernels/cuda/rows/plan.h) to what kernel_bench --forms measured.
 
-    kernel_bench --forms forms.txt && bench/kernels/fit_plans.py forms.txt [--launch 2] [--meeting 0.3]
+    kernel_bench --forms forms.txt && bench/kernels/fit_plans.py forms.txt [--launch 2] [--meeting 0.3] [--l2 340e3]
 
 Prints the RowCost of every form, with the error of its times, and how much longer planned calls take than the best form.
 A line of forms.txt: "op type k rows cells row_bytes form blocks teams places turns us", after "multiprocessors N
@@ -39,7 +39,9 @@ def model(cost, device, at):
     end_work += call.k / 64 * end_work_of_64
     turns_us = at.turns * cell_us
     cells_work = call.cells / at.blocks * cell_work
-    bytes_us = call.row_bytes / device["bytes_per_us"]
+    again = .5 if call.op == "cross_entropy_training" else 0
+    held = device["l2"] * multiprocessors / (min(call.rows, at.places) * call.row_bytes)
+    bytes_us = call.row_bytes * (1 + max(0, again - held)) / device["bytes_per_us"]
     waves = call.rows / at.places
     if waves > 3:
         return device["launch"] + end_us + max(call.rows * bytes_us + waves * end_us / at.teams,
@@ -87,9 +89,10 @@ def main():
     parser.add_argument("times")
     parser.add_argument("--launch", type=float, default=2, help="us, as in devices.h")
     parser.add_argument("--meeting", type=float, default=.3, help="us, as in devices.h")
+    parser.add_argument("--l2", type=float, default=340e3, help="l2_bytes, as in devices.h")
     args = parser.parse_args()
     device, times = read(args.times)
-    device.update(launch=args.launch, meeting=args.meeting)
+    device.update(launch=args.launch, meeting=args.meeting, l2=args.l2)
 
     of_form = collections.defaultdict(list)
     for at in times:

@@ -254,8 +254,8 @@ int RunSweep(Bench& bench, const std::vector<std::string>& only, nlohmann::json&
 }
 
 #if LOGITD_WITH_CUDA
-// Times every form of the planner that fits, over the sweep's shapes of softmax_topk and
-// cross_entropy, for fit_plans.py. Returns how many failed.
+// Times every form of the planner that fits, over the sweep's shapes of softmax_topk, cross_entropy
+// and cross_entropy_training, for fit_plans.py. Returns how many failed.
 int RunForms(Bench& bench, const std::vector<std::string>& only, std::ofstream out) {
   constexpr int kMostForms = 16;
   constexpr int kMostBlocks = 8;
@@ -263,7 +263,7 @@ int RunForms(Bench& bench, const std::vector<std::string>& only, std::ofstream o
   for (const SweepCase& at : SweepCases()) {
     const auto* topk = std::get_if<TopKCase>(&at.shape);
     const auto* loss = std::get_if<CrossEntropyCase>(&at.shape);
-    if (topk == nullptr && (loss == nullptr || loss->op != LossOp::kForward)) continue;
+    if (topk == nullptr && (loss == nullptr || loss->op == LossOp::kBackward)) continue;
     if (!Contains(absl::StrFormat("%s %dx%d", at.grid, at.rows, at.length), only)) continue;
     const DType dtype = topk != nullptr ? topk->dtype : loss->dtype;
     for (int form = 0; form < kMostForms; ++form) {

@@ -88,10 +88,6 @@ TEST(PlanTest, ABlockThatIsTheOnlyOneStaysTheOnlyOne) {
   }
 }
 
-TEST(PlanTest, ADeviceWithoutClustersGetsABlockForARow) {
-  EXPECT_EQ(cuda::ClusterBlocksAtOnce(1, Device()), 1);
-}
-
 TEST(PlanTest, AsksForNoLessThanIsNeededAndNoMoreThanThereIs) {
   for (int resident = 1; resident <= 8; ++resident) {
     for (int fixed_bytes = 0; fixed_bytes <= 227 << 10; fixed_bytes += 5000) {
@@ -137,18 +133,10 @@ TEST_F(PlanGpuTest, OneLongRowGetsTheLargestCluster) {
   EXPECT_TRUE(plan.early);
 }
 
-TEST_F(PlanGpuTest, AllBlocksOfFewRowsHaveAMultiprocessor) {
-  int32_t before = 8;
-  for (int64_t rows = 1; rows <= 2 * scratch_.multiprocessors; ++rows) {
-    const int32_t blocks = cuda::ClusterBlocksAtOnce(rows, scratch_);
-    EXPECT_GE(blocks, 1) << rows << " rows";
-    EXPECT_LE(blocks, before) << rows << " rows: more rows never get larger clusters";
-    if (blocks > 1) {
-      EXPECT_LE(rows * blocks, scratch_.multiprocessors) << rows << " rows";
-    }
-    before = blocks;
-  }
-  EXPECT_EQ(before, 1);
+TEST_F(PlanGpuTest, LongRowsThatAreReadAgainGetClustersSoThatL2HoldsThem) {
+  const RowForm form = {.warps = 8, .resident = 3, .rereads = true, .most_blocks = 8};
+  EXPECT_EQ(PlanRows(Of(8192, 16), {&form, 1}, scratch_).blocks, 1);
+  EXPECT_GE(PlanRows(Of(8192, 256), {&form, 1}, scratch_).blocks, 2);
 }
 
 }  // namespace

@@ -333,6 +333,18 @@ struct CellAsk {
   bool total;          // wanted
   float softcap;
   float log2e_over_temperature;
+
+  // logit_of(): the target's, called where its rank is wanted.
+  template <class LogitOf>
+  __device__ static CellAsk Of(const CrossEntropyRow& row, LogitOf logit_of) {
+    const bool ranked = (row.want & kWantRank) != 0 && row.target >= 0;
+    return {.target = ranked ? row.target : kIgnoredTarget,
+            .target_logit = ranked ? logit_of() : 0.0f,
+            .weighted = (row.want & kWantEntropy) != 0,
+            .total = row.label_smoothing > 0,
+            .softcap = row.softcap,
+            .log2e_over_temperature = Log2EOverTemperature(row.softcap, row.temperature)};
+  }
 };
 
 // How a row's cells are summed. Each way is a loop of its own: together they would cost the plain

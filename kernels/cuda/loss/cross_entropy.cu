@@ -114,29 +114,17 @@ class LossOp : public RowOp {
 
   __device__ LossOp(const Params& p, int64_t r)
       : row_(static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride),
-        active_(p.args.rows[r].active),
-        want_(p.args.rows[r].want),
-        target_(p.args.rows[r].target),
-        softcap_(p.args.rows[r].softcap),
-        temperature_(p.args.rows[r].temperature),
-        smoothing_(p.args.rows[r].label_smoothing),
-        top_(kTop ? p.args.rows[r].top_logprobs : 0) {}
-  __device__ bool Active() const { return active_ != 0; }
-  __device__ int Tops() const { return top_; }
+        ask_(p.args.rows[r]) {}
+  __device__ bool Active() const { return ask_.active != 0; }
+  __device__ int Tops() const { return ask_.top_logprobs; }
 
   // Leaves the sums of the block's cells and, where there are tops, their sketch.
   template <class Block>
-  __device__ __forceinline__ float Read(RowStream<Block>& stream, int end, CellSums* cells,
-                                        SmallPool::Sketch* sketch) {
-    const int target = (want_ & kWantRank) != 0 ? target_ : kIgnoredTarget;
-    const CellAsk ask{.target = target,
-                      .target_logit = target >= 0 ? ToFloat(row_[target]) : 0.0f,
-                      .weighted = (want_ & kWantEntropy) != 0,
-                      .total = smoothing_ > 0,
-                      .softcap = softcap_,
-                      .log2e_over_temperature = Log2EOverTemperature(softcap_, temperature_)};
+  __device__ __forceinline__ float Read(RowStream<Block>& stream, const Part& part, CellSums* cells,
+                                        const OpMemory<LossOp, Block>& memory) {
+    const auto ask = CellAsk::Of(ask_, [&] { return ToFloat(row_[ask_.target]); });
     float lane_best = -kInfinity;
-    SmallPool::Sketch* sketch_to = sketch + threadIdx.x;
+    SmallPool::Sketch* sketch_to = memory.sketch + threadIdx.x;
     const auto max_of = [&](const LaneCell<T>& x) {
       if constexpr (kTop) {
         float lane_max;
@@ -149,39 +137,34 @@ class LossOp : public RowOp {
       }
     };
     VisitSumming(SummingOf(ask), [&](auto summing) {
-      SumCells<summing, T>(stream, ask, end, threadIdx.x % 32 == 0, cells, max_of,
+      SumCells<summing, T>(stream, ask, part.end, threadIdx.x % 32 == 0, cells, max_of,
                            [](const CellSums& sums, const auto&...) { return sums; });
     });
     return lane_best;
   }
 
   template <class Block>
-  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t r, const T* row,
+  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t r, const Part&,
                                               const OpMemory<LossOp, Block>& memory) {
     const CrossEntropyRow& ask = p.args.rows[r];
+    const int top = kTop ? ask_.top_logprobs : 0;
     const int extras = ask.extra_count;
     if (threadIdx.x < 32) {
-      const Outcome outcome = ConcludeRow<T>(p, r, row, memory.cells);
+      const Outcome outcome = ConcludeRow<T>(p, r, row_, memory.cells);
       if (threadIdx.x == 0) memory.of_op = outcome;
     }
-    if (top_ == 0 && extras == 0) return;
+    if (top == 0 && extras == 0) return;
     __syncthreads();
     const Outcome outcome = memory.of_op;
-    WriteExtras<T>(p, ask, extras, row, outcome);
+    WriteExtras<T>(p, ask, extras, row_, outcome);
     if constexpr (kTop) {
-      if (top_ > 0) WriteTops<Block>(p, ask, top_, outcome);
+      if (top > 0) WriteTops<Block>(p, ask, top, outcome);
     }
   }
 
  private:
   const T* const row_;
-  const int active_;
-  const int want_;
-  const int target_;
-  const float softcap_;
-  const float temperature_;
-  const float smoothing_;
-  const int top_;
+  const CrossEntropyRow ask_;
 };
 
 // ---- short rows --------------------------------------------------------------------------------
@@ -467,9 +450,6 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
                          cudaStream_t stream) {
   if (args.logits.rows == 0) return cudaSuccess;
   const Params p{.args = args, .cells = static_cast<int32_t>(CeilDiv(args.logits.cols, kCell))};
-  const RowsShape shape{args.logits.rows, p.cells,
-                        static_cast<float>(args.logits.cols * SizeOf(args.logits.dtype)),
-                        args.logits.dtype == DType::kF32};
   const bool tops = args.max_top_logprobs > 0;
   const std::span<const LossForm> forms =
       VisitDType(args.logits.dtype, [&]<class T>() -> std::span<const LossForm> {
@@ -478,7 +458,7 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
       });
   std::array<RowForm, std::size(kForms<float>)> rows;
   for (size_t i = 0; i < forms.size(); ++i) rows[i] = forms[i].rows;
-  const RowsPlan plan = PlanRows(shape, {rows.data(), forms.size()}, scratch);
+  const RowsPlan plan = PlanRows(ShapeOf(args.logits), {rows.data(), forms.size()}, scratch);
   if (plan.form < 0) return cudaErrorNotSupported;
   return forms[plan.form].launch(p, plan, scratch, stream);
 }

@@ -1,7 +1,8 @@
 // cross_entropy_training: a block, or a cluster, reads a row as cross_entropy does, then reads it
 // again, out of L2, and writes its gradient as the backward does: one read of HBM, one write.
 //
-// Where that is faster, two calls serve: cross_entropy, then its backward (BlocksOf).
+// A row gets so many blocks that L2 holds the rows under way (RowForm::rereads). Where two calls are
+// faster, they serve: cross_entropy, then its backward (kForms).
 //
 // Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by:
 // what L2 holds; a row's blocks neither read nor write between its last cell and its first gradient
@@ -12,35 +13,15 @@
 // faster to 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor,
 // 8 a row (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role
 // (61%).
-#include <algorithm>
-
 #include "kernels/cuda/dispatch.cuh"
-#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/cross_entropy_training.h"
 #include "kernels/cuda/loss/row_gradient.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/plan.h"
-#include "kernels/cuda/rows/row_block.cuh"
+#include "kernels/cuda/rows/row_kernel.cuh"
 
 namespace logitd::cuda {
 namespace {
-
-constexpr int kWarps = 8;
-constexpr int kResident = 3;
-
-struct Params {
-  CrossEntropyTrainingArgs args;
-  int32_t cells;   // of a row
-  int32_t blocks;  // of a row's cluster
-};
-
-template <class T>
-struct Block : BlockShape<T, SmallPool, kWarps, sizeof(T) == 4 ? 2 : 3, kResident> {
-  struct Shared {
-    typename Block::Ring::Storage rings[kWarps];
-  };
-};
 
 // A cell's sums, and where it has a NaN.
 struct alignas(8) KnownCell : CellSums {
@@ -59,159 +40,159 @@ __device__ inline int NanOf(const LaneCell<T>& x, int first, int none, int lane)
   return __reduce_min_sync(kFullWarp, nan);
 }
 
-template <class T>
-struct BlockMemory {
-  typename Block<T>::Shared rings;
-  CrossEntropyRow ask;
-  RowGradient<T> gradient;
-  KnownCell cells[1];  // [p.cells]
-
-  __device__ static BlockMemory& Of() {
-    extern __shared__ __align__(128) uint4 dynamic[];
-    return *reinterpret_cast<BlockMemory*>(dynamic);
-  }
-};
-
-// Leaves the logits of a row's extra ids in the place of their answers: those from `first` on,
-// every step-th. A gradient in place overwrites them before the answers are known.
+// Leaves the logits of a row's extra ids in the place of their answers, by one warp. A gradient in
+// place overwrites them before the answers are known.
 template <class T>
 __device__ inline void KeepExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
-                                  const T* row, int first, int step) {
-  for (int i = first; i < ask.extra_count; i += step) {
+                                  const T* row, int lane) {
+  for (int i = lane; i < ask.extra_count; i += 32) {
     args.answers.extra_logprobs[ask.first_extra_entry + i] =
         ToFloat(row[args.extra_ids[ask.first_extra + i]]);
   }
 }
 // Makes answers of them, by the same lanes.
 __device__ inline void WriteExtras(const CrossEntropyArgs& args, const CrossEntropyRow& ask,
-                                   const Outcome& outcome, int first, int step) {
-  for (int i = first; i < ask.extra_count; i += step) {
+                                   const Outcome& outcome, int lane) {
+  for (int i = lane; i < ask.extra_count; i += 32) {
     float* logprob = args.answers.extra_logprobs + ask.first_extra_entry + i;
     *logprob = static_cast<float>(outcome.Logprob(*logprob));
   }
 }
 
-// A block, or a cluster, takes a row: reads it and sums it as cross_entropy does, then reads it
-// again, from L2, and writes its gradient.
+// A row's loss and gradient, on the skeleton of rows: every block of a cluster merges the row's
+// cells and writes the gradient of its part.
 template <class T>
-__global__ void __launch_bounds__(kWarps * 32, kResident)
-    TrainingKernel(const __grid_constant__ Params p) {
-  if (p.blocks > 1) ClusterArriveEmpty();
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const CrossEntropyArgs& loss = p.args.loss;
-  const int32_t vocab = static_cast<int32_t>(loss.logits.cols);
-  const int64_t r = blockIdx.x / p.blocks;
-  const Part part = Part::Of(static_cast<int>(blockIdx.x - r * p.blocks), p.blocks, p.cells, vocab);
-  const T* row = static_cast<const T*>(loss.logits.data) + r * loss.logits.row_stride;
-  T* to = static_cast<T*>(p.args.d_logits.data) + r * p.args.d_logits.row_stride;
-  BlockMemory<T>& memory = BlockMemory<T>::Of();
-  // What the row asks, requested before the copies begin, or it arrives after all of them.
-  constexpr unsigned kAskParts = sizeof(CrossEntropyRow) / sizeof(uint2);
-  uint2 asked = {};
-  if (threadIdx.x < kAskParts) asked = reinterpret_cast<const uint2*>(loss.rows + r)[threadIdx.x];
-  RowStream<Block<T>> stream(memory.rings, row, part.begin, part.end);
-  if (threadIdx.x < kAskParts) reinterpret_cast<uint2*>(&memory.ask)[threadIdx.x] = asked;
-  __syncthreads();
-  if (p.blocks > 1) ClusterWait();  // all blocks have begun: their memory is there
-  const CrossEntropyRow& ask = memory.ask;
-  if (ask.active == 0) return stream.Abandon();
-  const auto target_logit = [&] { return ask.target >= 0 ? ToFloat(row[ask.target]) : 0.0f; };
-  // One thread prepares the gradient. It reads its inputs before the blocks meet: after that,
-  // another block may have written the target's gradient over its logit.
-  const bool prepares = threadIdx.x == kWarps * 32 - 1;
-  const float upstream = prepares ? p.args.upstream[r] : 0.0f;
-  const float prepared_logit = prepares ? target_logit() : 0.0f;
-  const CellAsk cell_ask{
-      .target = (ask.want & kWantRank) != 0 ? ask.target : kIgnoredTarget,
-      .target_logit = (ask.want & kWantRank) != 0 ? target_logit() : 0.0f,
-      .weighted = (ask.want & kWantEntropy) != 0,
-      .total = ask.label_smoothing > 0,
-      .softcap = ask.softcap,
-      .log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature)};
-  const bool answers = warp == 0 && part.block == 0;
-  if (answers) KeepExtras(loss, ask, row, lane, 32);
-
-  // The sums of a cell go to every block of the cluster.
-  const KnownCell* cells = memory.cells;
-  KnownCell* to_cells = memory.cells;
-  if (p.blocks > 1) to_cells = InBlock(to_cells, min(lane, p.blocks - 1));
-  const auto max_of = [](const LaneCell<T>& x) { return x.Max(0, kLaneElements); };
-  const auto known = [=](const CellSums& sums, const LaneCell<T>& x, int first) {
-    return KnownCell{sums, isnan(sums.stats.sum) ? NanOf(x, first, vocab, lane) : vocab};
+class TrainingOp : public RowOp {
+ public:
+  using Element = T;
+  using Params = CrossEntropyTrainingArgs;
+  using Cell = KnownCell;
+  struct Shared {
+    CrossEntropyRow ask;
+    RowGradient<T> gradient;
   };
-  VisitSumming(SummingOf(cell_ask), [&](auto summing) {
-    SumCells<summing, T>(stream, cell_ask, part.end, lane < p.blocks, to_cells, max_of, known);
-  });
-  if (prepares) memory.gradient.Prepare(ask, upstream, ask.target >= 0, prepared_logit, vocab);
-  if (p.blocks > 1) {
-    ClusterArrive();
-    ClusterWait();
-  } else {
-    __syncthreads();
+  static constexpr bool kAllFinish = true;
+
+  __host__ __device__ static const TensorView& Logits(const Params& p) { return p.loss.logits; }
+
+  __device__ TrainingOp(const Params& p, int64_t r)
+      : p_(p),
+        r_(r),
+        row_(static_cast<const T*>(p.loss.logits.data) + r * p.loss.logits.row_stride),
+        active_(p.loss.rows[r].active) {
+    if (threadIdx.x < kAskParts)
+      asked_ = reinterpret_cast<const uint2*>(p.loss.rows + r)[threadIdx.x];
   }
-  GradientWriter<T, kWarps * 32> writer(row, to, part.begin, part.end);
-  if (warp == 0) {
-    const float log2e_over_temperature = cell_ask.log2e_over_temperature;
-    const Stats stats =
-        MergeCells(p.cells, log2e_over_temperature, lane, [=](int i) { return cells[i].stats; });
-    const double log_of_sum = log(static_cast<double>(stats.sum));
-    const Outcome outcome = OutcomeOf(ask, stats, log_of_sum);
-    if (lane == 0) memory.gradient.Finish(static_cast<float>(outcome.LogSumExp()));
+  __device__ bool Active() const { return active_ != 0; }
+
+  template <class Block>
+  __device__ __forceinline__ float Read(RowStream<Block>& stream, const Part& part,
+                                        KnownCell* cells,
+                                        const OpMemory<TrainingOp, Block>& memory) {
+    const int lane = threadIdx.x % 32;
+    const CrossEntropyRow& ask = memory.of_op.ask;
+    if (threadIdx.x < kAskParts) reinterpret_cast<uint2*>(&memory.of_op.ask)[threadIdx.x] = asked_;
     __syncthreads();
-    if (answers) {
-      RowSums sums{.stats = stats};
-      if (SummingOf(cell_ask) != Summing::kPlain) {
-        sums = MergeMore(stats, p.cells, log2e_over_temperature, lane,
-                         [=](int i) -> const CellSums& { return cells[i]; });
-      }
-      int nan = vocab;
-      for (int i = 0; isnan(stats.sum) && i < p.cells; ++i) nan = min(nan, cells[i].nan);
-      WriteExtras(loss, ask, outcome, lane, 32);
-      const float logit = ask.target >= 0 ? memory.gradient.target_logit : 0.0f;
-      if (lane == 0) WriteAnswers(loss, ask, r, sums, log_of_sum, outcome, logit, nan);
+    const auto target_logit = [&] { return ToFloat(row_[ask.target]); };
+    // One thread prepares the gradient. It reads its inputs before the blocks meet: after that,
+    // another block may have written the target's gradient over its logit.
+    const bool prepares = threadIdx.x == Block::kThreads - 1;
+    const float upstream = prepares ? p_.upstream[r_] : 0.0f;
+    const float prepared_logit = prepares && ask.target >= 0 ? target_logit() : 0.0f;
+    cell_ask_ = CellAsk::Of(ask, target_logit);
+    if (Answers(part)) KeepExtras(p_.loss, ask, row_, lane);
+    const auto max_of = [](const LaneCell<T>& x) { return x.Max(0, kLaneElements); };
+    const auto known = [=, vocab = part.row_elements](const CellSums& sums, const LaneCell<T>& x,
+                                                      int first) {
+      return KnownCell{sums, isnan(sums.stats.sum) ? NanOf(x, first, vocab, lane) : vocab};
+    };
+    VisitSumming(SummingOf(cell_ask_), [&](auto summing) {
+      SumCells<summing, T>(stream, cell_ask_, part.end, lane < part.blocks, cells, max_of, known);
+    });
+    if (prepares) {
+      memory.of_op.gradient.Prepare(ask, upstream, ask.target >= 0, prepared_logit,
+                                    part.row_elements);
     }
-  } else {
-    __syncthreads();
+    return 0;
   }
-  writer.Write(true, memory.gradient);
-}
+
+  template <class Block>
+  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t r, const Part& part,
+                                              const OpMemory<TrainingOp, Block>& memory) {
+    RowGradient<T>& gradient = memory.of_op.gradient;
+    T* to = static_cast<T*>(p.d_logits.data) + r * p.d_logits.row_stride;
+    GradientWriter<T, Block::kThreads> writer(row_, to, part.begin, part.end);
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x;
+      const int count = CellsOf(part.row_elements);
+      const KnownCell* cells = memory.cells;
+      const CrossEntropyRow& ask = memory.of_op.ask;
+      const float log2e_over_temperature = cell_ask_.log2e_over_temperature;
+      const Stats stats =
+          MergeCells(count, log2e_over_temperature, lane, [=](int i) { return cells[i].stats; });
+      const double log_of_sum = log(static_cast<double>(stats.sum));
+      const Outcome outcome = OutcomeOf(ask, stats, log_of_sum);
+      if (lane == 0) gradient.Finish(static_cast<float>(outcome.LogSumExp()));
+      __syncthreads();
+      if (Answers(part)) {
+        RowSums sums{.stats = stats};
+        if (SummingOf(cell_ask_) != Summing::kPlain) {
+          sums = MergeMore(stats, count, log2e_over_temperature, lane,
+                           [=](int i) -> const CellSums& { return cells[i]; });
+        }
+        int nan = part.row_elements;
+        for (int i = 0; isnan(stats.sum) && i < count; ++i) nan = min(nan, cells[i].nan);
+        WriteExtras(p.loss, ask, outcome, lane);
+        const float logit = ask.target >= 0 ? gradient.target_logit : 0.0f;
+        if (lane == 0) WriteAnswers(p.loss, ask, r, sums, log_of_sum, outcome, logit, nan);
+      }
+    } else {
+      __syncthreads();
+    }
+    writer.Write(true, gradient);
+  }
+
+ private:
+  static constexpr unsigned kAskParts = sizeof(CrossEntropyRow) / sizeof(uint2);
+
+  // The warp that writes the row's answers.
+  __device__ static bool Answers(const Part& part) { return threadIdx.x < 32 && part.block == 0; }
+
+  const Params& p_;
+  const int64_t r_;
+  const T* const row_;
+  const int active_;
+  uint2 asked_;  // a part of the row's ask
+  CellAsk cell_ask_;
+};
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// The blocks of a row, by its bytes: L2 holds the rows that are under way, or most of them. Longer
-// rows, or shorter than kLeastCells, take less time in two calls.
-constexpr struct {
-  int64_t most_bytes;
-  int blocks;
-} kBlocksOfRows[] = {{int64_t{112} << 10, 1}, {int64_t{280} << 10, 2}, {int64_t{1} << 20, 4}};
-constexpr int kLeastCells = 9;
-
-// 0: the call takes less time in two.
-int BlocksOf(const CrossEntropyTrainingArgs& args, const Scratch& scratch) {
-  const TensorView& logits = args.loss.logits;
-  const int64_t bytes = logits.cols * static_cast<int64_t>(SizeOf(logits.dtype));
-  // A softcap takes more instructions an element than fit beside the reading of 16 bits.
-  if (args.loss.max_top_logprobs > 0 || (args.softcap && SizeOf(logits.dtype) == 2)) return 0;
-  if (logits.cols <= int64_t{kLeastCells - 1} * kCell) return 0;
-  for (const auto& of : kBlocksOfRows) {
-    if (bytes > of.most_bytes) continue;
-    if (!scratch.clusters) return of.blocks == 1 ? 1 : 0;
-    return std::max(of.blocks, ClusterBlocksAtOnce(logits.rows, scratch));
-  }
-  return 0;
-}
+template <class T>
+using TrainingStream = StreamShape<T, 8, sizeof(T) == 4 ? 2 : 3, 3, true>;
 
 template <class T>
-cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream) {
-  return LaunchKernel(
-      &TrainingKernel<T>,
-      {.grid = GridFor(p.args.loss.logits.rows * p.blocks),
-       .threads = kWarps * 32,
-       .cluster = p.blocks,
-       .shared_bytes = static_cast<int>(sizeof(BlockMemory<T>) + p.cells * sizeof(KnownCell)),
-       .most_shared_bytes = scratch.block_shared_bytes},
-      stream, p);
+constexpr RowForm FormOfBlocks(int most_blocks, int most_bytes) {
+  RowForm form = FormOf<TrainingOp<T>, TrainingStream<T>>(CostOf::kTraining);
+  form.least_cells = 9;
+  form.most_cells = most_bytes / (kCell * sizeof(T));
+  form.most_blocks = most_blocks;
+  form.rereads = true;
+  return form;
+}
+// Shorter and longer rows take less time in two calls. The second is for devices without clusters.
+template <class T>
+constexpr RowForm kForms[] = {FormOfBlocks<T>(kMaxClusterBlocks, 1 << 20),
+                              FormOfBlocks<T>(1, 112 << 10)};
+
+template <class T>
+cudaError_t InOneCall(const CrossEntropyTrainingArgs& args, const Scratch& scratch,
+                      cudaStream_t stream) {
+  RowsShape shape = ShapeOf(args.loss.logits);
+  shape.row_bytes *= 2;  // written too
+  const RowsPlan plan = PlanRows(shape, kForms<T>, scratch);
+  if (plan.form < 0) return cudaErrorNotSupported;
+  return LaunchRowKernel<TrainingOp<T>, TrainingStream<T>>(args, plan, scratch, stream);
 }
 
 }  // namespace
@@ -219,12 +200,13 @@ cudaError_t Launch(const Params& p, const Scratch& scratch, cudaStream_t stream)
 cudaError_t CrossEntropyTraining(const CrossEntropyTrainingArgs& args, const Scratch& scratch,
                                  cudaStream_t stream) {
   const CrossEntropyArgs& loss = args.loss;
+  const DType dtype = loss.logits.dtype;
   if (loss.logits.rows == 0) return cudaSuccess;
-  if (const int blocks = BlocksOf(args, scratch); blocks > 0) {
-    const Params p{.args = args,
-                   .cells = static_cast<int32_t>(CeilDiv(loss.logits.cols, kCell)),
-                   .blocks = blocks};
-    return VisitDType(loss.logits.dtype, [&]<class T>() { return Launch<T>(p, scratch, stream); });
+  // A softcap takes more instructions an element than fit beside the reading of 16 bits.
+  if (loss.max_top_logprobs == 0 && !(args.softcap && SizeOf(dtype) == 2)) {
+    const cudaError_t error =
+        VisitDType(dtype, [&]<class T>() { return InOneCall<T>(args, scratch, stream); });
+    if (error != cudaErrorNotSupported || IsForced()) return error;
   }
   const cudaError_t error = CrossEntropy(loss, scratch, stream);
   return error != cudaSuccess ? error : CrossEntropyBackward(args.Backward(), stream);

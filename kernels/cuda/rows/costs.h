@@ -40,6 +40,7 @@ enum class CostOf {
   kSampleManyRows,
   kSimpleFewRows,
   kSimpleManyRows,
+  kTraining,
   kGiven,  // by the form itself
 };
 
@@ -67,6 +68,7 @@ inline constexpr RowCost kCosts[][2] = {
     {{0.6f, 12, 0.080f, 3}, {0.6f, 12, 0.115f, 3}},
     {{0.047f, 2.94f, 0.070f, 0.6f}, {0.066f, 2.98f, 0.077f, 0.6f}},
     {{0.595f, 2.58f, 0.063f, 0.361f}, {0.651f, 2.50f, 0.1225f, 0.510f}},
+    {{1.2f, 6, 0.110f, 0.8f}, {1.2f, 6, 0.2f, 0.8f}},
 };
 
 }  // namespace logitd::cuda

@@ -112,9 +112,10 @@ RowCost CostFor(const RowForm& form, const RowsShape& shape) {
 }
 
 // The time of a call by the model, with `teams` at once on a multiprocessor.
-float TimeOf(const RowCost& cost, const RowsShape& shape, const Cut& cut, int teams,
+float TimeOf(const RowForm& form, const RowsShape& shape, const Cut& cut, int teams,
              const Device& device, int multiprocessors) {
   const DeviceRates& rates = device.rates;
+  const RowCost cost = CostFor(form, shape);
   const auto places = static_cast<float>(teams * device.clusters[cut.blocks]);
   if (places == 0) return INFINITY;
   const auto rows = static_cast<float>(shape.rows);
@@ -122,7 +123,10 @@ float TimeOf(const RowCost& cost, const RowsShape& shape, const Cut& cut, int te
   const auto all = static_cast<float>(multiprocessors);
   const float row_end_us = cost.end_us + (cut.blocks > 1 ? rates.meeting_us : 0);
   const float turns_us = static_cast<float>(cut.turns) * cost.cell_us;
-  const float bytes_us = shape.row_bytes / (rates.bytes_per_us * all);
+  float row_bytes = shape.row_bytes;
+  if (form.rereads)
+    row_bytes += std::max(0.0f, row_bytes / 2 - rates.l2_bytes * all / std::min(rows, places));
+  const float bytes_us = row_bytes / (rates.bytes_per_us * all);
   // The work of one of a team's blocks.
   const float cells_work =
       static_cast<float>(shape.cells) / blocks * cost.cell_work / rates.work_speed;
@@ -164,7 +168,6 @@ RowsPlan PlanRows(const RowsShape& shape, std::span<const RowForm> forms, const 
     if (shape.cells < form.least_cells || shape.cells > form.most_cells) continue;
     if (form.most_blocks > 1 && !scratch.clusters) continue;
     if (forced_form >= 0 && f != forced_form) continue;
-    const RowCost cost = CostFor(form, shape);
     const int most = std::min(form.most_blocks, static_cast<int>(CeilDiv(shape.cells, form.warps)));
     for (int blocks = 1; blocks <= most; ++blocks) {
       if (forced_blocks > 0 && blocks != forced_blocks) continue;
@@ -177,7 +180,7 @@ RowsPlan PlanRows(const RowsShape& shape, std::span<const RowForm> forms, const 
            teams > 0 &&
            (teams == cut.most_teams || (may_be_fewer && 3 * teams >= 2 * cut.most_teams));
            --teams) {
-        const float us = TimeOf(cost, shape, cut, teams, device, scratch.multiprocessors);
+        const float us = TimeOf(form, shape, cut, teams, device, scratch.multiprocessors);
         // Fewer at once than there is room for also disturb each other less.
         if (us >= best.us * (teams < cut.most_teams ? 1.01f : 1)) continue;
         best = {.form = f,
@@ -208,13 +211,6 @@ LaunchShape ShapeOfTeams(int64_t rows, const RowsPlan& plan, const Scratch& scra
 LaunchShape ShapeOfWarps(int64_t rows, const RowsPlan& plan, const Scratch& scratch) {
   const int64_t most = int64_t{plan.teams} / plan.warps * scratch.multiprocessors;
   return ShapeOfTeams(std::min(rows, most), plan, scratch);
-}
-
-int32_t ClusterBlocksAtOnce(int64_t rows, const Scratch& scratch) {
-  const Clusters clusters = DeviceOf(scratch).clusters;
-  int32_t blocks = kMaxClusterBlocks;
-  while (blocks > 1 && clusters[blocks] < rows) --blocks;
-  return blocks;
 }
 
 void ForceForm(int form, int blocks) {

@@ -30,6 +30,7 @@ struct RowForm {
   int warps = 4;     // of a block
   int resident = 1;  // blocks that a multiprocessor has registers for
   bool warp_takes_row = false;
+  bool rereads = false;  // half of row_bytes: out of L2, as far as it holds the rows under way
   int most_blocks = 1;  // of a row, as a cluster
   int least_cells = 1;  // of a row
   int most_cells = 1 << 10;
@@ -74,10 +75,6 @@ RowsPlan PlanRows(const RowsShape& shape, std::span<const RowForm> forms, const 
 LaunchShape ShapeOfTeams(int64_t rows, const RowsPlan& plan, const Scratch& scratch);
 // A launch of as many blocks as run at once, or as there are rows for: their warps take all rows.
 LaunchShape ShapeOfWarps(int64_t rows, const RowsPlan& plan, const Scratch& scratch);
-
-// The most blocks, 1 to kMaxClusterBlocks, that each of `rows` clusters can have while the device
-// runs all of them at once, a block on a multiprocessor. 1 where the device has no clusters.
-int32_t ClusterBlocksAtOnce(int64_t rows, const Scratch& scratch);
 
 // For the bench and tests: every plan of this thread takes this form and these blocks, or fits
 // nothing; -1 and 0: what the model chooses. Whether a form is forced. And this thread's last plan.

@@ -22,8 +22,9 @@
 // An op may have more: `Read`, a loop of its own in place of Add; kTops and Tops(), where it
 // selects a row's largest tokens, which then are in the pool of the block; Meanwhile, by all
 // threads of the first block once all cells are there, before those tokens are; FinishBlock, by all
-// threads, in place of Finish; Shared, memory between them. softmax_topk and cross_entropy are such
-// ops.
+// threads, in place of Finish; kAllFinish, where all blocks of a cluster finish: each has all
+// cells, which lane b writes for block b; Shared, memory between them. softmax_topk, cross_entropy
+// and cross_entropy_training are such ops.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
 #define LOGITD_KERNELS_CUDA_ROWS_ROW_KERNEL_CUH_
 
@@ -37,6 +38,7 @@ namespace logitd::cuda {
 // Defaults for ops that need no more.
 struct RowOp {
   static constexpr bool kTops = false;
+  static constexpr bool kAllFinish = false;
   struct Shared {};
   template <class Params>
   __host__ __device__ static const TensorView& Logits(const Params& p) {
@@ -73,11 +75,11 @@ struct OpMemory {
 // Reads the block's part of a row: leaves what each cell adds. Returns the largest logit the lane
 // has seen, where the op needs it.
 template <class Block, class Op>
-__device__ __forceinline__ float ReadPart(Op& op, RowStream<Block>& stream, int end,
+__device__ __forceinline__ float ReadPart(Op& op, RowStream<Block>& stream, const Part& part,
                                           typename Op::Cell* cells,
-                                          typename Block::Pool::Sketch* sketch) {
-  if constexpr (requires { op.template Read<Block>(stream, end, cells, sketch); }) {
-    return op.template Read<Block>(stream, end, cells, sketch);
+                                          const OpMemory<Op, Block>& memory) {
+  if constexpr (requires { op.template Read<Block>(stream, part, cells, memory); }) {
+    return op.template Read<Block>(stream, part, cells, memory);
   } else {
     const int lane = threadIdx.x % 32;
     LaneCell<typename Op::Element> x;
@@ -85,8 +87,8 @@ __device__ __forceinline__ float ReadPart(Op& op, RowStream<Block>& stream, int 
     while (stream.Next(x)) {
       const int first = stream.first();
       stream.Release();
-      const typename Op::Cell cell = op.Add(x, first, end, lane);
-      if (lane == 0) cells[first / kCell] = cell;
+      const typename Op::Cell cell = op.Add(x, first, part.end, lane);
+      if (lane < (Op::kAllFinish ? part.blocks : 1)) cells[first / kCell] = cell;
     }
     return 0;
   }
@@ -114,14 +116,16 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   RowStream<Block> stream(memory.shared, row, part.begin, part.end);
   if (in_cluster) ClusterWait();  // all blocks have begun: their memory is there
   if (!op.Active()) return stream.Abandon();
-  typename Op::Cell* row_cells_at = memory.cells;
-  if (in_cluster) row_cells_at = InBlock(memory.cells, 0);
-  const float lane_best = ReadPart<Block>(op, stream, part.end, row_cells_at, memory.sketch);
-  __syncthreads();  // from here on the rings' memory is the pool's
+  typename Op::Cell* cells = memory.cells;  // where the lane leaves them
+  if (in_cluster)
+    cells =
+        InBlock(cells, Op::kAllFinish ? min(static_cast<int>(threadIdx.x % 32), blocks - 1) : 0);
+  const float lane_best = ReadPart<Block>(op, stream, part, cells, memory);
 
   bool has_met = false;
   if constexpr (Op::kTops) {
     if (const int tops = op.Tops(); tops > 0) {
+      __syncthreads();  // from here on the rings' memory is the pool's
       GatherRow<Block>(row, part, memory.sketch, lane_best, tops, memory.shared, [&] {
         if constexpr (requires { op.template Meanwhile<Block>(p, memory); }) {
           if (part.block == 0) op.template Meanwhile<Block>(p, memory);
@@ -130,15 +134,17 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
       has_met = true;
     }
   }
-  if (in_cluster) {
-    if (!has_met) {
+  if (!has_met) {
+    if (in_cluster) {
       ClusterArrive();
       ClusterWait();
+    } else {
+      __syncthreads();
     }
-    if (part.block != 0) return;
   }
-  if constexpr (requires { op.template FinishBlock<Block>(p, r, row, memory); }) {
-    op.template FinishBlock<Block>(p, r, row, memory);
+  if (!Op::kAllFinish && part.block != 0) return;
+  if constexpr (requires { op.template FinishBlock<Block>(p, r, part, memory); }) {
+    op.template FinishBlock<Block>(p, r, part, memory);
   } else if (threadIdx.x < 32) {
     op.Finish(p, r, memory.cells, row_cells, static_cast<int>(threadIdx.x));
   }
@@ -156,6 +162,14 @@ constexpr RowForm FormOf(CostOf cost) {
           .part_cell_bytes =
               Op::kTops ? static_cast<int>(32 * sizeof(typename Block::Pool::Sketch)) : 0,
           .cost = cost};
+}
+
+// A call's rows, read once.
+inline RowsShape ShapeOf(const TensorView& logits) {
+  return {.rows = logits.rows,
+          .cells = CellsOf(static_cast<int>(logits.cols)),
+          .row_bytes = static_cast<float>(logits.cols * SizeOf(logits.dtype)),
+          .wide = logits.dtype == DType::kF32};
 }
 
 // How ops that select nothing read few rows, and many.
@@ -181,11 +195,7 @@ cudaError_t RunRows(const typename Op::Params& p, const Scratch& scratch, cudaSt
                                 FormOf<Op, Many>(CostOf::kSimpleManyRows)};
   const TensorView& logits = Op::Logits(p);
   if (logits.rows == 0) return cudaSuccess;
-  const RowsPlan plan = PlanRows({.rows = logits.rows,
-                                  .cells = CellsOf(static_cast<int>(logits.cols)),
-                                  .row_bytes = static_cast<float>(logits.cols * sizeof(T)),
-                                  .wide = sizeof(T) == 4},
-                                 kForms, scratch);
+  const RowsPlan plan = PlanRows(ShapeOf(logits), kForms, scratch);
   if (plan.form < 0) return cudaErrorNotSupported;
   return plan.form == 0 ? LaunchRowKernel<Op, Few>(p, plan, scratch, stream)
                         : LaunchRowKernel<Op, Many>(p, plan, scratch, stream);

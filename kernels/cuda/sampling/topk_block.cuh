@@ -22,12 +22,12 @@ class TopKOp : public RowOp {
   __device__ int Tops() const { return ask_.k; }
 
   template <class Block>
-  __device__ __forceinline__ float Read(RowStream<Block>& stream, int /*end*/, Stats* cells,
-                                        typename Block::Pool::Sketch* sketch) {
+  __device__ __forceinline__ float Read(RowStream<Block>& stream, const Part&, Stats* cells,
+                                        const OpMemory<TopKOp, Block>& memory) {
     // Divisions in double are slow: this one while the first cells are on their way.
     log2e_over_temperature_ = kLog2E / ask_.temperature;
     exactly_ = RowResult::Log2EOver(ask_.temperature);
-    return stream.Run({log2e_over_temperature_, cells}, sketch);
+    return stream.Run({log2e_over_temperature_, cells}, memory.sketch);
   }
 
   // Called by all threads of the first block while others still send candidates.
@@ -39,7 +39,7 @@ class TopKOp : public RowOp {
   }
 
   template <class Block>
-  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t row_index, const T*,
+  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t row_index, const Part&,
                                               const OpMemory<TopKOp, Block>& memory) {
     using Shape = typename Block::Pool;
     constexpr int kThreads = Block::kThreads;
