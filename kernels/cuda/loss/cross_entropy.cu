@@ -29,11 +29,6 @@
 namespace logitd::cuda {
 namespace {
 
-struct Params {
-  CrossEntropyArgs args;
-  int32_t cells;  // of a row
-};
-
 static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
 static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
@@ -51,25 +46,26 @@ __device__ inline int FindNanOfRow(const T* row, const CellSums* cells, int coun
 // Merges a row's cells and writes its answers except tops and extras, by one warp. Not inlined: one
 // body for all callers gives a row the same bits.
 template <class T>
-__device__ __noinline__ Outcome ConcludeRow(const Params& p, int64_t r, const T* row,
+__device__ __noinline__ Outcome ConcludeRow(const CrossEntropyArgs& p, int64_t r, const T* row,
                                             const CellSums* cells) {
   const int lane = threadIdx.x % 32;
-  const CrossEntropyRow& ask = p.args.rows[r];
-  const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
+  const CrossEntropyRow& ask = p.rows[r];
+  const int32_t vocab = static_cast<int32_t>(p.logits.cols);
   const float log2e_over_temperature = Log2EOverTemperature(ask.softcap, ask.temperature);
+  const int count = CellsOf(vocab);
   const RowSums sums =
-      MergeRow(p.cells, log2e_over_temperature, lane, [=](int i) { return cells[i]; });
+      MergeRow(count, log2e_over_temperature, lane, [=](int i) { return cells[i]; });
   int nan = vocab;
-  if (isnan(sums.stats.sum)) nan = FindNanOfRow(row, cells, p.cells, vocab);
+  if (isnan(sums.stats.sum)) nan = FindNanOfRow(row, cells, count, vocab);
   const float target_logit = ask.target < 0 ? 0.0f : ToFloat(row[ask.target]);
-  return Conclude(p.args, r, sums, target_logit, nan, lane);
+  return Conclude(p, r, sums, target_logit, nan, lane);
 }
 
 template <class T>
-__device__ inline void WriteExtras(const Params& p, const CrossEntropyRow& ask, int extras,
-                                   const T* row, const Outcome& outcome) {
-  const int32_t* ids = p.args.extra_ids + ask.first_extra;
-  float* logprobs = p.args.answers.extra_logprobs;
+__device__ inline void WriteExtras(const CrossEntropyArgs& p, const CrossEntropyRow& ask,
+                                   int extras, const T* row, const Outcome& outcome) {
+  const int32_t* ids = p.extra_ids + ask.first_extra;
+  float* logprobs = p.answers.extra_logprobs;
   const int64_t first = ask.first_extra_entry;
   for (int i = threadIdx.x; i < extras; i += static_cast<int>(blockDim.x))
     logprobs[first + i] = static_cast<float>(outcome.Logprob(ToFloat(row[ids[i]])));
@@ -77,11 +73,11 @@ __device__ inline void WriteExtras(const Params& p, const CrossEntropyRow& ask, 
 
 // Writes the `top` largest tokens, from the pool.
 template <class Block>
-__device__ inline void WriteTops(const Params& p, const CrossEntropyRow& ask, int top,
+__device__ inline void WriteTops(const CrossEntropyArgs& p, const CrossEntropyRow& ask, int top,
                                  const Outcome& outcome) {
   constexpr int kThreads = Block::kThreads;
-  int32_t* ids = p.args.answers.top_ids + ask.first_top_entry;
-  float* logprobs = p.args.answers.top_logprobs + ask.first_top_entry;
+  int32_t* ids = p.answers.top_ids + ask.first_top_entry;
+  float* logprobs = p.answers.top_logprobs + ask.first_top_entry;
   if (outcome.Nan()) {
     for (int i = threadIdx.x; i < top; i += kThreads) {
       ids[i] = -1;
@@ -105,16 +101,13 @@ template <class T, bool kTop>
 class LossOp : public RowOp {
  public:
   using Element = T;
-  using Params = cuda::Params;
+  using Params = CrossEntropyArgs;
   using Cell = CellSums;
   using Shared = Outcome;  // from warp 0 to the others
   static constexpr bool kTops = kTop;
 
-  __host__ __device__ static const TensorView& Logits(const Params& p) { return p.args.logits; }
-
-  __device__ LossOp(const Params& p, int64_t r)
-      : row_(static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride),
-        ask_(p.args.rows[r]) {}
+  __device__ LossOp(const CrossEntropyArgs& p, int64_t r)
+      : row_(static_cast<const T*>(p.logits.data) + r * p.logits.row_stride), ask_(p.rows[r]) {}
   __device__ bool Active() const { return ask_.active != 0; }
   __device__ int Tops() const { return ask_.top_logprobs; }
 
@@ -144,9 +137,9 @@ class LossOp : public RowOp {
   }
 
   template <class Block>
-  __device__ __forceinline__ void FinishBlock(const Params& p, int64_t r, const Part&,
+  __device__ __forceinline__ void FinishBlock(const CrossEntropyArgs& p, int64_t r, const Part&,
                                               const OpMemory<LossOp, Block>& memory) {
-    const CrossEntropyRow& ask = p.args.rows[r];
+    const CrossEntropyRow& ask = p.rows[r];
     const int top = kTop ? ask_.top_logprobs : 0;
     const int extras = ask.extra_count;
     if (threadIdx.x < 32) {
@@ -290,7 +283,7 @@ __device__ inline void SumPlainRow(ShortRows<T>& stream, float log2e_over_temper
 // Writes the extras of the warp's rows, row by row. `outcome` is of the lane's row, which has
 // `extras` of them; `shared` is the warp's.
 template <class T>
-__device__ inline void WriteShortExtras(const Params& p, int64_t first_row, int extras,
+__device__ inline void WriteShortExtras(const CrossEntropyArgs& p, int64_t first_row, int extras,
                                         const Outcome& outcome, Outcome& shared) {
   const int lane = threadIdx.x % 32;
   for (unsigned left = __ballot_sync(kFullWarp, extras > 0); left != 0; left &= left - 1) {
@@ -299,12 +292,11 @@ __device__ inline void WriteShortExtras(const Params& p, int64_t first_row, int 
     if (lane == k) shared = outcome;
     __syncwarp();
     const Outcome of_row = shared;
-    const CrossEntropyRow& ask = p.args.rows[first_row + k];
-    const T* row =
-        static_cast<const T*>(p.args.logits.data) + (first_row + k) * p.args.logits.row_stride;
+    const CrossEntropyRow& ask = p.rows[first_row + k];
+    const T* row = static_cast<const T*>(p.logits.data) + (first_row + k) * p.logits.row_stride;
     for (int i = lane; i < ask.extra_count; i += 32) {
-      const float logit = ToFloat(row[p.args.extra_ids[ask.first_extra + i]]);
-      p.args.answers.extra_logprobs[ask.first_extra_entry + i] =
+      const float logit = ToFloat(row[p.extra_ids[ask.first_extra + i]]);
+      p.answers.extra_logprobs[ask.first_extra_entry + i] =
           static_cast<float>(of_row.Logprob(logit));
     }
   }
@@ -315,32 +307,27 @@ __device__ inline void WriteShortExtras(const Params& p, int64_t first_row, int 
 // double, once for all.
 template <class T, int kCells>
 __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
-    ShortRowsKernel(const __grid_constant__ Params p, int rows_of_warp) {
+    ShortRowsKernel(const __grid_constant__ CrossEntropyArgs p, int rows_of_warp) {
   __shared__ ShortShared<T, kCells> shared;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kShortWarps + warp) * rows_of_warp;
   const int rows =
-      static_cast<int>(min(static_cast<int64_t>(rows_of_warp), p.args.logits.rows - first_row));
+      static_cast<int>(min(static_cast<int64_t>(rows_of_warp), p.logits.rows - first_row));
   if (rows <= 0) return;
-  const int32_t vocab = static_cast<int32_t>(p.args.logits.cols);
+  const int32_t vocab = static_cast<int32_t>(p.logits.cols);
+  const int count = CellsOf(vocab);  // of a row's cells
 
   // The lane's row.
   const bool has_row = lane < rows;
   const int64_t r = first_row + (has_row ? lane : 0);
-  const CrossEntropyRow& own = p.args.rows[r];
+  const CrossEntropyRow& own = p.rows[r];
   const bool active = has_row && own.active != 0;
   const int own_target = own.target;
-  const int own_want = own.want;
-  const T* own_row = static_cast<const T*>(p.args.logits.data) + r * p.args.logits.row_stride;
+  const T* own_row = static_cast<const T*>(p.logits.data) + r * p.logits.row_stride;
   const float own_target_logit = active && own_target >= 0 ? ToFloat(own_row[own_target]) : 0.0f;
-  const float own_scale = active ? Log2EOverTemperature(own.softcap, own.temperature) : 1.0f;
-  CellAsk own_ask{.target = (own_want & kWantRank) != 0 ? own_target : kIgnoredTarget,
-                  .target_logit = own_target_logit,
-                  .weighted = (own_want & kWantEntropy) != 0,
-                  .total = own.label_smoothing > 0,
-                  .softcap = own.softcap,
-                  .log2e_over_temperature = own_scale};
+  CellAsk own_ask = CellAsk::Of(own, [=] { return own_target_logit; });
+  if (!active) own_ask.log2e_over_temperature = 1.0f;
   const Summing own_summing = SummingOf(own_ask);
   // The compiler divides by it for all rows, and a division by 0 takes long.
   if (own_ask.softcap == 0) own_ask.softcap = 1.0f;
@@ -352,11 +339,11 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
       sizeof(T) == 2 && (rows >= kRowsWorthTails || __any_sync(kFullWarp, capped));
   const int tail = with_tails ? TailOf<T>(vocab) : 0;
   const int end = vocab - tail;
-  ShortRows<T> stream(shared.rings[warp], p.args.logits, end, first_row, rows);
+  ShortRows<T> stream(shared.rings[warp], p.logits, end, first_row, rows);
   if constexpr (sizeof(T) == 2) {
-    const auto store_tail = [cells = shared.cells[warp], last = p.cells - 1](
+    const auto store_tail = [cells = shared.cells[warp], last = count - 1](
                                 int k, const CellSums& sums) { cells[k][last] = sums; };
-    if (tail > 0) SumTails<T>(p.args.logits, first_row, rows, own_summing, own_ask, store_tail);
+    if (tail > 0) SumTails<T>(p.logits, first_row, rows, own_summing, own_ask, store_tail);
   }
 #pragma unroll 1
   for (int k = 0; k < rows; ++k, stream.NextRow()) {
@@ -367,7 +354,8 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
     const auto summing =
         static_cast<Summing>(__shfl_sync(kFullWarp, static_cast<int>(own_summing), k));
     if (summing == Summing::kPlain) {
-      SumPlainRow<T>(stream, __shfl_sync(kFullWarp, own_scale, k), end, lane, store);
+      SumPlainRow<T>(stream, __shfl_sync(kFullWarp, own_ask.log2e_over_temperature, k), end, lane,
+                     store);
     } else {
       SumRow<T>(stream, summing, AskOfRow(own_ask, k), end, lane, store);
     }
@@ -377,19 +365,19 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
 
   RowSums sums{};
   if (active)
-    sums = MergeShort<kCells>(
-        p.cells, own_scale, [&](int i) -> const CellSums& { return shared.cells[warp][lane][i]; });
+    sums = MergeShort<kCells>(count, own_ask.log2e_over_temperature, [&](int i) -> const CellSums& {
+      return shared.cells[warp][lane][i];
+    });
   int first_nan = vocab;
   for (unsigned left = __ballot_sync(kFullWarp, isnan(sums.stats.sum)); left != 0;
        left &= left - 1) {
     const int k = __ffs(left) - 1;
-    const T* row =
-        static_cast<const T*>(p.args.logits.data) + (first_row + k) * p.args.logits.row_stride;
-    const int nan = FindNanOfRow(row, shared.cells[warp][k], p.cells, vocab);
+    const T* row = static_cast<const T*>(p.logits.data) + (first_row + k) * p.logits.row_stride;
+    const int nan = FindNanOfRow(row, shared.cells[warp][k], count, vocab);
     if (lane == k) first_nan = nan;
   }
   Outcome outcome{};
-  if (active) outcome = Conclude(p.args, r, sums, own_target_logit, first_nan, /*lane=*/0);
+  if (active) outcome = Conclude(p, r, sums, own_target_logit, first_nan, /*lane=*/0);
   __syncwarp();
   WriteShortExtras<T>(p, first_row, active ? own.extra_count : 0, outcome, shared.outcomes[warp]);
 }
@@ -397,9 +385,9 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
 // ---- launch ------------------------------------------------------------------------------------
 
 template <class T, int kCells>
-cudaError_t LaunchShort(const Params& p, const RowsPlan& plan, const Scratch& scratch,
+cudaError_t LaunchShort(const CrossEntropyArgs& p, const RowsPlan& plan, const Scratch& scratch,
                         cudaStream_t stream) {
-  const int64_t rows = p.args.logits.rows;
+  const int64_t rows = p.logits.rows;
   const int64_t at_once = int64_t{plan.teams} * scratch.multiprocessors;
   const int64_t of_warp = std::min<int64_t>(CeilDiv(rows, at_once), kMostShortRows<kCells>);
   return LaunchKernel(&ShortRowsKernel<T, kCells>,
@@ -408,7 +396,7 @@ cudaError_t LaunchShort(const Params& p, const RowsPlan& plan, const Scratch& sc
 }
 
 struct LossForm {
-  cudaError_t (*launch)(const Params&, const RowsPlan&, const Scratch&, cudaStream_t);
+  cudaError_t (*launch)(const CrossEntropyArgs&, const RowsPlan&, const Scratch&, cudaStream_t);
   RowForm rows;
 };
 
@@ -449,7 +437,6 @@ constexpr LossForm kTopForms[] = {
 cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
                          cudaStream_t stream) {
   if (args.logits.rows == 0) return cudaSuccess;
-  const Params p{.args = args, .cells = static_cast<int32_t>(CeilDiv(args.logits.cols, kCell))};
   const bool tops = args.max_top_logprobs > 0;
   const std::span<const LossForm> forms =
       VisitDType(args.logits.dtype, [&]<class T>() -> std::span<const LossForm> {
@@ -460,7 +447,7 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
   for (size_t i = 0; i < forms.size(); ++i) rows[i] = forms[i].rows;
   const RowsPlan plan = PlanRows(ShapeOf(args.logits), {rows.data(), forms.size()}, scratch);
   if (plan.form < 0) return cudaErrorNotSupported;
-  return forms[plan.form].launch(p, plan, scratch, stream);
+  return forms[plan.form].launch(args, plan, scratch, stream);
 }
 
 }  // namespace logitd::cuda
