@@ -25,8 +25,7 @@
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/ops.h"
-#include "kernels/cuda/rows/cell.cuh"
-#include "kernels/cuda/rows/select.cuh"
+#include "kernels/cuda/rows/row_kernel.cuh"
 
 namespace logitd::cuda {
 namespace {
@@ -113,9 +112,6 @@ __global__ void AsksKernel(const Row* rows, int64_t count, int tokens, int most_
   asks[r] = {.first_entry = r * most_k, .temperature = ask.temperature, .k = min(ask.k, tokens)};
 }
 
-constexpr int kLossWarps = 16;
-constexpr int kLossThreads = kLossWarps * 32;
-
 struct LossPartialParams {
   TensorView logits;            // [rows, tokens]
   const CrossEntropyRow* rows;  // [rows]
@@ -129,79 +125,76 @@ struct LossPartialParams {
   int32_t first_token;
 };
 
-// Sums the cells of a row, a warp for each in turn. Returns the tokens of the warp's cells before
-// the target.
-template <Summing kSumming>
-__device__ inline int SumShardCells(const LossPartialParams& p, const CellAsk& ask, bool ranked,
-                                    int64_t r, const float* row, int* first_nan) {
-  const int lane = threadIdx.x % 32;
-  const int tokens = static_cast<int>(p.logits.cols);
-  RankCounter<float> rank(ask.target, ask.target_logit);
-  for (int cell = threadIdx.x / 32; cell * kCell < tokens; cell += kLossWarps) {
-    const int first = cell * kCell;
-    LaneCell<float> x;
-    ReadCell(row, first, tokens, lane, x);
-    if (ranked) rank.Add(x, first, lane);
-    const CellSums sums =
-        SumCell<kSumming, float>(x, x.Max(0, kLaneElements), ask, first, tokens, lane);
-    if (lane != 0) continue;
-    const int64_t at = r * p.row_cells + cell;
-    p.to.max[at] = sums.stats.max;
-    p.to.sum[at] = sums.stats.sum;
-    if (ask.total) p.to.total[at] = sums.total;
-    if (ask.weighted) p.to.moment[at] = sums.weighted;
-    if (isnan(sums.stats.sum)) atomicMin(first_nan, cell);
-  }
-  return ranked ? rank.Total() : 0;
-}
+// A row's part except its keys, on the skeleton of rows.
+class LossPartialOp : public RowOp {
+ public:
+  using Element = float;
+  using Params = LossPartialParams;
+  using Cell = CellSums;
 
-// A block for each row: all of its part except keys.
-__global__ void __launch_bounds__(kLossThreads)
-    LossPartialKernel(const __grid_constant__ LossPartialParams p) {
-  __shared__ int first_nan;  // a cell
-  __shared__ int before;
-  const int64_t r = blockIdx.x;
-  const CrossEntropyRow& row = p.rows[r];
-  if (row.active == 0) return;
-  const int lane = threadIdx.x % 32;
-  const int tokens = static_cast<int>(p.logits.cols);
-  const float* logits = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
-  const bool ranked = (row.want & kWantRank) != 0 && row.target >= 0;
-  if (threadIdx.x == 0) {
-    first_nan = p.row_cells;
-    before = 0;
+  __device__ LossPartialOp(const Params& p, int64_t r) : p_(p), r_(r), row_(p.rows[r]) {}
+  __device__ bool Active() const { return row_.active != 0; }
+
+  template <class Block>
+  __device__ __forceinline__ float Read(RowStream<Block>& stream, const Part& part, CellSums* cells,
+                                        const OpMemory<LossPartialOp, Block>&) {
+    auto ask = CellAsk::Of(
+        row_, [&] { return p_.targets[p_.shards.OwnerOf(row_.target) * p_.target_rows + r_]; });
+    // The target counts from the shard's first token. It may be after the last; one before the
+    // first ranks as the first does.
+    if (ask.target >= 0) ask.target = max(0, ask.target - p_.first_token);
+    const auto sum = [&](auto summing) {
+      SumCells<summing, float>(
+          stream, ask, part.end, threadIdx.x % 32 == 0, cells,
+          [](const LaneCell<float>& x) { return x.Max(0, kLaneElements); },
+          [](const CellSums& sums, const auto&...) { return sums; });
+    };
+    if (ask.weighted) {
+      sum(std::integral_constant<Summing, Summing::kWeighted>());
+    } else {
+      sum(std::integral_constant<Summing, Summing::kWithRankOrTotal>());
+    }
+    return 0;
   }
-  __syncthreads();
-  // The target counts from the shard's first token: it may be before it, or after the last.
-  const CellAsk ask{
-      .target = row.target - p.first_token,
-      .target_logit = ranked ? p.targets[p.shards.OwnerOf(row.target) * p.target_rows + r] : 0.0f,
-      .weighted = (row.want & kWantEntropy) != 0,
-      .total = row.label_smoothing > 0,
-      .softcap = 0.0f,
-      .log2e_over_temperature = Log2EOverTemperature(0.0f, row.temperature)};
-  const int of_warp =
-      ask.weighted
-          ? SumShardCells<Summing::kWeighted>(p, ask, ranked, r, logits, &first_nan)
-          : SumShardCells<Summing::kWithRankOrTotal>(p, ask, ranked, r, logits, &first_nan);
-  if (lane == 0 && of_warp > 0) atomicAdd(&before, of_warp);
-  __syncthreads();
-  if (threadIdx.x < 32) {
+
+  __device__ void Finish(const Params& p, int64_t r, const CellSums* cells, int count,
+                         int lane) const {
+    const CrossEntropyRow& row = p.rows[r];
+    const int tokens = static_cast<int>(p.logits.cols);
+    const float* logits = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
+    int before = 0;
+    int first_nan = count;  // a cell
+    for (int i = lane; i < count; i += 32) {
+      const CellSums sums = cells[i];
+      const int64_t at = r * p.row_cells + i;
+      p.to.max[at] = sums.stats.max;
+      p.to.sum[at] = sums.stats.sum;
+      if (row.label_smoothing > 0) p.to.total[at] = sums.total;
+      if ((row.want & kWantEntropy) != 0) p.to.moment[at] = sums.weighted;
+      before += sums.before;
+      if (isnan(sums.stats.sum)) first_nan = min(first_nan, i);
+    }
+    before = __reduce_add_sync(kFullWarp, before);
+    first_nan = __reduce_min_sync(kFullWarp, first_nan);
     int nan = -1;
-    if (first_nan < p.row_cells)
-      nan = p.first_token + FindNan(logits, first_nan * kCell, tokens, lane);
+    if (first_nan < count) nan = p.first_token + FindNan(logits, first_nan * kCell, tokens, lane);
     if (lane == 0) {
       p.to.nan[r] = nan;
       if (row.target >= p.first_token && row.target - p.first_token < tokens)
         p.to.target[r] = logits[row.target - p.first_token];
       if (p.to.before != nullptr) p.to.before[r] = before;
     }
+    for (int i = lane; i < row.extra_count; i += 32) {
+      const int token = p.extra_ids[row.first_extra + i] - p.first_token;
+      if (token >= 0 && token < tokens) p.to.extra[r * p.max_extra + i] = logits[token];
+    }
   }
-  for (int i = threadIdx.x; i < row.extra_count; i += kLossThreads) {
-    const int token = p.extra_ids[row.first_extra + i] - p.first_token;
-    if (token >= 0 && token < tokens) p.to.extra[r * p.max_extra + i] = logits[token];
-  }
-}
+
+ private:
+  const Params& p_;
+  const int64_t r_;
+  const CrossEntropyRow row_;
+};
 
 // The block of a shard without tokens.
 __global__ void EmptyPartialKernel(int64_t rows, int32_t* nan, int32_t* before) {
@@ -366,8 +359,7 @@ cudaError_t LossesFromShardLogits(const LinearCrossEntropyPartialArgs& args,
                               .row_cells = ToInt(shape.shards.most_cells()),
                               .max_extra = shape.max_extra,
                               .first_token = ToInt(shard.first)};
-    error = LaunchKernel(&LossPartialKernel, {.grid = GridFor(count), .threads = kLossThreads},
-                         stream, p);
+    error = RunRows<LossPartialOp>(p, scratch, stream);
     if (error != cudaSuccess) return error;
     if (shape.max_top == 0) continue;
     error = ChooseTokens(
