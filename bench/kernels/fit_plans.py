@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fits the numbers of the planner of ops on rows (kernels/cuda/rows/plan.h) to what kernel_bench --forms measured.
 
-    kernel_bench --forms forms.txt && bench/kernels/fit_plans.py forms.txt [--launch 2] [--meeting 0.3] [--l2 340e3]
+    kernel_bench --forms forms.txt && bench/kernels/fit_plans.py forms.txt [--launch 2] [--meeting 0.3] [--l2 128e3]
 
 Prints the RowCost of every form, with the error of its times, and how much longer planned calls take than the best form.
 A line of forms.txt: "op type k rows cells row_bytes form blocks teams places turns us", after "multiprocessors N
@@ -89,7 +89,7 @@ def main():
     parser.add_argument("times")
     parser.add_argument("--launch", type=float, default=2, help="us, as in devices.h")
     parser.add_argument("--meeting", type=float, default=.3, help="us, as in devices.h")
-    parser.add_argument("--l2", type=float, default=340e3, help="l2_bytes, as in devices.h")
+    parser.add_argument("--l2", type=float, default=128e3, help="l2_bytes, as in devices.h")
     args = parser.parse_args()
     device, times = read(args.times)
     device.update(launch=args.launch, meeting=args.meeting, l2=args.l2)

@@ -27,8 +27,7 @@ constexpr ManyRows kManyRows[] = {
     {DType::kF16, 220, 131073}, {DType::kF32, 90, 130001},  {DType::kBF16, 70, 300001},
 };
 
-// Random asks, the same few rows of logits over and over. Under every plan, but 16 bits with a
-// softcap have no plan.
+// Random asks, the same few rows of logits over and over. 16 bits with a softcap take two calls.
 TEST_F(CrossEntropyTrainingGpuTest, RowAfterRowHasTheBitsOfTwoCalls) {
   for (const ManyRows& c : kManyRows) {
     for (const bool in_place : {false, true}) {
@@ -51,20 +50,26 @@ TEST_F(CrossEntropyTrainingGpuTest, RowAfterRowHasTheBitsOfTwoCalls) {
         call.batch.rows.back().top_logprobs = 0;
         call.upstream.push_back(static_cast<float>(r % 100) / 50 - 1);
       }
-      const auto run = [&] { return runner_->CrossEntropyTraining(call); };
-      const auto want = run();
-      ASSERT_TRUE(want.ok()) << want.status();
-      EXPECT_EQ(OtherBitsThanInTwoCalls(*runner_, call, *want), "")
+      const auto got = runner_->CrossEntropyTraining(call);
+      ASSERT_TRUE(got.ok()) << got.status();
+      EXPECT_EQ(OtherBitsThanInTwoCalls(*runner_, call, *got), "")
           << Name(c.dtype) << ", " << c.rows << " x " << c.vocab << (in_place ? ", in place" : "");
-      UnderEveryPlan(run, [&](const auto& got, const std::string& plan) {
+    }
+  }
+}
+
+TEST_F(CrossEntropyTrainingGpuTest, EveryPlanHasTheBitsOfTwoCalls) {
+  for (const DType dtype : kAllDTypes) {
+    for (const uint64_t seed : {3, 5}) {  // in place, and not
+      LossTrainingCall call = MakeTrainingCall({dtype, 7, 70001, 3, 1, Fill::kNormal, seed, false});
+      call.logits.Set(4, 50000, kNan);
+      for (CrossEntropyRow& row : call.batch.rows) row.softcap *= dtype == DType::kF32;
+      const auto run = [&] { return runner_->CrossEntropyTraining(call); };
+      const int plans = UnderEveryPlan(run, [&](const auto& got, const std::string& plan) {
         ASSERT_TRUE(got.ok()) << got.status();
-        EXPECT_TRUE(got->d_logits.bytes() == want->d_logits.bytes()) << c.vocab << ": " << plan;
-        for (int64_t r = 0; r < c.rows; ++r) {
-          const CrossEntropyRow& ask = call.batch.rows[r];
-          ASSERT_EQ(LossBits(got->loss, ask, r), LossBits(want->loss, ask, r))
-              << c.vocab << " row " << r << ": " << plan;
-        }
+        EXPECT_EQ(OtherBitsThanInTwoCalls(*runner_, call, *got), "") << Name(dtype) << ' ' << plan;
       });
+      EXPECT_GE(plans, 8) << Name(dtype);
     }
   }
 }
