@@ -9,7 +9,8 @@
 // reads them once more and leaves cells, and softmax_topk chooses the shard's tokens.
 //
 // Cost: the op's on the shard's tokens, and where logits are made one more read of them, of which
-// L2 takes most.
+// L2 takes most. Losses through logits, in the skeleton of rows and beside a kernel of their own
+// before it, on an H200 with a hidden size of 64: 64 rows 10% less time, 4096 rows 2% more.
 #include "kernels/cuda/linear/shards.h"
 
 #include <algorithm>

@@ -1,18 +1,18 @@
 // cross_entropy_training: a block, or a cluster, reads a row as cross_entropy does, then reads it
 // again, out of L2, and writes its gradient as the backward does: one read of HBM, one write.
 //
-// A row gets so many blocks that L2 holds the rows under way (RowForm::rereads). Where two calls are
-// faster, they serve: cross_entropy, then its backward (kForms).
+// The planner gives a row so many blocks that L2 holds the rows under way (RowForm::rereads). Rows
+// outside of kForms take two calls: cross_entropy, then its backward.
 //
 // Cost: reads rows * vocab * sizeof(T) once and writes as much: the floor is a copy. Limited by:
 // what L2 holds; a row's blocks neither read nor write between its last cell and its first gradient
 // (about a quarter of its cycles, by the clocks of one thread); label smoothing by instructions.
-// Measured on an H200 (bench/results/h200/kernels_b3ca3a40.json), bf16, as a share of the copy, in
-// brackets the two calls: 8192 x 32000 82% (65%), 50257 74% (64%), 128256 73% (68%), with rank and
-// entropy 67% (64%); 4096 x 151936 78% (68%). Dropped: rows held in shared memory by a cluster (2%
-// faster to 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a multiprocessor,
-// 8 a row (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with warps by role
-// (61%).
+// Measured on an H200 (bench/results/h200/cross_entropy_training.json), bf16, as a share of the
+// copy, in brackets the two calls: 8192 x 32000 86% (65%), 50257 80% (64%), 128256 81% (68%), with
+// rank and entropy 71% (65%); 4096 x 151936 84% (67%). Dropped: rows held in shared memory by a
+// cluster (2% faster to 15% slower, f32 10% slower: few rows find room); blocks of 4 warps, 6 a
+// multiprocessor, 8 a row (2% faster at 128256 tokens, smoothing 5% slower); a ring of rows with
+// warps by role (61%).
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/cross_entropy_training.h"

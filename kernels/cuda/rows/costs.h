@@ -1,6 +1,7 @@
 // The costs of the forms of ops on rows, for the planner's model (plan.h). Data: kernel_bench
 // --forms measures, bench/kernels/fit_plans.py prints these lines. Those of kSample* and kSimple*
-// are estimates after kTopK* and kLoss*: --forms does not time these ops.
+// are estimates after kTopK* and kLoss*, that of kTraining for f32 after 16 bits: --forms does not
+// time them.
 #ifndef LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 #define LOGITD_KERNELS_CUDA_ROWS_COSTS_H_
 
