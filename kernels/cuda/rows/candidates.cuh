@@ -324,27 +324,39 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
   const uint32_t below = (1u << lane) - 1;
   const uint32_t edge = OrderedBits(floor.logit) >> 16;
   uint16_t* const hits = shared.hits[warp];
+  constexpr int kAtOnce = 4;  // cells, then groups
+  const int cells = part.cells();
   int count = 0;
 #pragma unroll 1
-  for (int cell = warp; cell < part.cells(); cell += Block::kWarps) {
-    const typename Shape::Sketch of_lane = sketch[cell * 32 + lane];
+  for (int first = warp; first < cells; first += kAtOnce * Block::kWarps) {
+    typename Shape::Sketch of_lane[kAtOnce];
 #pragma unroll
-    for (int g = 0; g < Shape::kLaneGroups; ++g) {
-      const bool hit = reinterpret_cast<const uint16_t*>(&of_lane)[g] >= edge;
-      const uint32_t lanes = __ballot_sync(kFullWarp, hit);
-      const int at = count + __popc(lanes & below);
-      if (hit && at < Shared::kHitsOfWarp) {
-        hits[at] =
-            static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int cell = first + j * Block::kWarps;
+      if (cell < cells) of_lane[j] = sketch[cell * 32 + lane];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int cell = first + j * Block::kWarps;
+      if (cell >= cells) break;
+#pragma unroll
+      for (int g = 0; g < Shape::kLaneGroups; ++g) {
+        const bool hit = reinterpret_cast<const uint16_t*>(&of_lane[j])[g] >= edge;
+        const uint32_t lanes = __ballot_sync(kFullWarp, hit);
+        if (lanes == 0) continue;
+        const int at = count + __popc(lanes & below);
+        if (hit && at < Shared::kHitsOfWarp) {
+          hits[at] =
+              static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
+        }
+        count += __popc(lanes);
       }
-      count += __popc(lanes);
     }
   }
   __syncwarp();
   Key* const inbox = InBlock(shared.inbox[part.block], 0);
   bool crowded = count > Shared::kHitsOfWarp;
   constexpr int kTogether = 32 / Shape::kElements;  // groups, a lane reads an element
-  constexpr int kAtOnce = 4;
 #pragma unroll 1
   for (int first = 0; first < count && !crowded; first += kAtOnce * kTogether) {
     float x[kAtOnce];
@@ -395,10 +407,10 @@ __device__ inline void OpenInbox(int blocks, const Shared& shared) {
 }
 
 // Fills the block's pool with candidates for the k largest tokens of its part of the row; in a
-// cluster, the first block's pool with those of the whole row. `lane_best` is what RowStream::Run
-// returned; `shared` is what the row was read with. Called by all threads after a barrier; in a
-// cluster it passes barriers of the cluster. Calls meanwhile() once all statistics are there: in a
-// cluster before it waits for the other blocks' candidates.
+// cluster of several blocks, the first block's pool with those of the whole row. `lane_best` is
+// what RowStream::Run returned; `shared` is what the row was read with. Called by all threads after
+// a barrier; in such a cluster it passes barriers of the cluster. Calls meanwhile() once all
+// statistics are there: in such a cluster before it waits for the other blocks' candidates.
 template <class Block, class Shared, class Meanwhile>
 __device__ __forceinline__ void GatherRow(const typename Block::Element* row, const Part& part,
                                           const typename Block::Pool::Sketch* sketch,
@@ -409,32 +421,30 @@ __device__ __forceinline__ void GatherRow(const typename Block::Element* row, co
   constexpr int kThreads = Block::kThreads;
   const T* const item = row + part.begin;
   Floor floor;
-  if constexpr (!Block::kCluster) {
+  if (!Block::kCluster || part.blocks == 1) {
     floor.RaiseToLogit(BlockFloor<Block>(lane_best, part.elements() / kCell, k));
     Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
-    meanwhile();
-  } else {
-    if (threadIdx.x == 0) {
-      shared.offered = 0;
-      shared.crowded = false;
-    }
-    floor.RaiseToLogit(
-        ClusterFloor<Block>(lane_best, part, k, shared.warp_bests, shared.row_floor));
-    SendOwn<Block>(item, part, sketch, floor, shared);
-    __syncthreads();
-    int offered = shared.offered;
-    if (shared.crowded) {
-      Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
-      offered = Trim<kThreads, Shape>(k, Shared::kInbox);
-      Key* const inbox = InBlock(shared.inbox[part.block], 0);
-      for (int i = threadIdx.x; i < offered; i += kThreads) inbox[i] = Pool<Shape>().pool[i];
-    }
-    if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[part.block], 0) = offered;
-    ClusterArrive();
-    meanwhile();
-    ClusterWait();
-    if (part.block == 0) OpenInbox<kThreads, Shape>(part.blocks, shared);
+    return meanwhile();
   }
+  if (threadIdx.x == 0) {
+    shared.offered = 0;
+    shared.crowded = false;
+  }
+  floor.RaiseToLogit(ClusterFloor<Block>(lane_best, part, k, shared.warp_bests, shared.row_floor));
+  SendOwn<Block>(item, part, sketch, floor, shared);
+  __syncthreads();
+  int offered = shared.offered;
+  if (shared.crowded) {
+    Gather<T, kThreads, Shape>(item, part.begin, part.elements(), sketch, floor, k);
+    offered = Trim<kThreads, Shape>(k, Shared::kInbox);
+    Key* const inbox = InBlock(shared.inbox[part.block], 0);
+    for (int i = threadIdx.x; i < offered; i += kThreads) inbox[i] = Pool<Shape>().pool[i];
+  }
+  if (threadIdx.x == 0) *InBlock(&shared.inbox_counts[part.block], 0) = offered;
+  ClusterArrive();
+  meanwhile();
+  ClusterWait();
+  if (part.block == 0) OpenInbox<kThreads, Shape>(part.blocks, shared);
 }
 
 }  // namespace logitd::cuda
