@@ -192,15 +192,6 @@ class CellRing {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(slots_[0]) + InLine(first));
   }
   static constexpr int kCellBytes = 16 * (kBlocks + kLineBlocks);
-  // Then loads cell `c` of the row again, of whose elements `count` are in the row.
-  __device__ void Reread(const T* first, int c, int count, LaneCell<T>& x) {
-    const char* cell = reinterpret_cast<char*>(Row(first)) + c * kCellBytes;
-    if (count > kQuarter) return ReadQuarters(cell, InLine(first) % 16, count, x);
-#pragma unroll
-    for (uint32_t& word : x.words) word = kMinusInfinities<T>;
-    ReadQuarter(cell, InLine(first) % 16, count, x);
-  }
-
   // The cell that the last Pop loaded from `first`, in shared memory: of any alignment, and the
   // warp's until the next Push.
   __device__ T* Cell(const T* first) {

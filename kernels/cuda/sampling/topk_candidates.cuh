@@ -36,6 +36,7 @@ struct ShortRowShape {
   struct alignas(128) Warp {
     union {
       alignas(16) PoolKey pool[kPool];
+      uint16_t groups[kPool];  // of the sketch, that reach the floor
       // In its last bytes: cell << 10 | lane << 5 | bit, of candidates.
       struct {
         uint8_t unused[kPool * (sizeof(PoolKey) - sizeof(uint16_t))];
@@ -88,6 +89,14 @@ struct RowInShared {
   __device__ float operator[](int i) const { return ToFloat(*At<T>(i)); }
   // The bits of a 16-bit element.
   __device__ uint32_t Bits(int i) const { return *At<uint16_t>(i); }
+  // Loads kElements of the elements that a lane has of cell c, from `from` on; whatever is in
+  // memory where they are not in the row.
+  template <int kElements>
+  __device__ void Read(int c, int lane, int from, LaneCell<T>& x) const {
+    const char* cell = reinterpret_cast<const char*>(first) + c * Shape::Ring::kCellBytes;
+    ReadCellAt<T, kElements / kVector<T>>(cell + from / kVector<T> * 512,
+                                          reinterpret_cast<uintptr_t>(first) % 16, lane, x);
+  }
 
  private:
   template <class As>
@@ -120,13 +129,13 @@ __device__ inline uint16_t CoarseBits(float x) {
   }
 }
 
-// Which of the lane's elements are coarsely >= `floor` (both halves of it the same): bit w for
-// element 2 w, bit 16 + w for element 2 w + 1.
-template <class T>
+// Which of the first kElements elements are coarsely >= `floor` (both halves of it the same): bit w
+// for element 2 w, bit 16 + w for element 2 w + 1.
+template <int kElements, class T>
 __device__ inline uint32_t Reached(const LaneCell<T>& x, CoarsePair<T> floor) {
   uint32_t reached = 0;
 #pragma unroll
-  for (int w = 0; w < kLaneElements / 2; ++w) {
+  for (int w = 0; w < kElements / 2; ++w) {
     uint32_t pair;
     if constexpr (sizeof(T) == 4) {
       pair = __byte_perm(x.words[2 * w], x.words[2 * w + 1], 0x7632);
@@ -167,8 +176,7 @@ __device__ inline uint32_t LowestOf(uint32_t coarse) {
   return max(coarse << 16, OrderedBits(-kInfinity));  // below it are the bits of NaN
 }
 
-// The lane's group maxima, two in a word: ordered and 16 bits each; 0 for cells that the row does
-// not have.
+// The lane's group maxima, two in a word, 16 bits each; NaN for cells that the row does not have.
 template <class Shape>
 class GroupMaxima {
  public:
@@ -176,26 +184,28 @@ class GroupMaxima {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const int c = w / kOfCell;
-      pairs_[w] = c < Shape::kFewest || c < cells
-                      ? reinterpret_cast<const uint32_t*>(&s.OfCell(c)[lane])[w % kOfCell]
-                      : 0;
+      const bool is_there = c < Shape::kFewest || c < cells;
+      const uint32_t ordered =
+          is_there ? reinterpret_cast<const uint32_t*>(&s.OfCell(c)[lane])[w % kOfCell] : 0;
+      if (is_there) least_ = min(least_, max(ordered & 0xffff, ordered >> 16));
+      second_ = __vmaxu2(second_, __vminu2(best_, ordered));
+      best_ = __vmaxu2(best_, ordered);
+      pairs_[w] = FloatsOf(ordered);
     }
   }
 
   // The first 16 bits of an ordered logit that at least k of the row reach: near the k-th largest
   // of the group maxima.
-  __device__ uint32_t Floor(int k) {
-    uint32_t best = 0;
-    uint32_t second = 0;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      second = __vmaxu2(second, __vminu2(best, pairs_[w]));
-      best = __vmaxu2(best, pairs_[w]);
-      pairs_[w] = FloatsOf(pairs_[w]);
+  __device__ uint32_t Floor(int k) const {
+    const uint32_t best = max(best_ & 0xffff, best_ >> 16);
+    uint32_t low = 0;  // k groups reach it
+    if (k <= 32) {
+      low = WarpMin(best);
+    } else if (k <= 64) {
+      low = WarpMin(max(max(second_ & 0xffff, second_ >> 16), min(best_ & 0xffff, best_ >> 16)));
+    } else if (k <= 32 * kOfCell * cells_) {
+      low = WarpMin(least_);
     }
-    second = max(max(second & 0xffff, second >> 16), min(best & 0xffff, best >> 16));
-    best = max(best & 0xffff, best >> 16);
-    uint32_t low = k <= 64 ? WarpMin(k <= 32 ? best : second) : 0;  // k groups reach it
     uint32_t high = WarpMax(best);
     const int enough = k + k / 8;
 #pragma unroll 1
@@ -212,6 +222,30 @@ class GroupMaxima {
     return low;
   }
 
+  // Lists the groups that reach the floor, numbered over cells and lanes. Returns their number;
+  // above Shape::kPool not all of them are listed.
+  __device__ int List(uint32_t coarse, typename Shape::Warp& s, int lane) const {
+    const uint32_t both = FloatsOf((LowestOf(coarse) >> 16) * 0x10001u);
+    int n = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int c = w / kOfCell;
+      if (c >= Shape::kFewest && c >= cells_) break;
+      const uint32_t reached = NotBelow(w, both);
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        const bool hit = (reached >> (16 * g) & 1) != 0;
+        const uint32_t lanes = __ballot_sync(kFullWarp, hit);
+        const int at = n + __popc(lanes & ((1u << lane) - 1));
+        if (hit && at < Shape::kPool)
+          s.groups[at] = static_cast<uint16_t>(2 * ((c * 32 + lane) * kOfCell + w % kOfCell) + g);
+        n += __popc(lanes);
+      }
+    }
+    __syncwarp();
+    return n;
+  }
+
  private:
   using Pair = __nv_bfloat162;                                  // the first 16 bits of two floats
   static constexpr int kOfCell = Shape::Pool::kLaneGroups / 2;  // words
@@ -224,6 +258,11 @@ class GroupMaxima {
         (ordered >> 15 & 0x10001u) * 0xffffu;  // the upper bits, 16 times each
     return ordered ^ (~positive | 0x80008000u);
   }
+  // Which of a word's groups are not below those of `both`: bit 0, bit 16.
+  __device__ uint32_t NotBelow(int w, uint32_t both) const {
+    return 0x10001u & __hge2_mask(reinterpret_cast<const Pair&>(pairs_[w]),
+                                  reinterpret_cast<const Pair&>(both));
+  }
   // How many of the row's groups are not below.
   __device__ int CountNotBelow(uint32_t ordered) const {
     const uint32_t both = FloatsOf(ordered * 0x10001u);
@@ -231,14 +270,16 @@ class GroupMaxima {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       if (Shape::kFewest < kHalf && w == kHalf * kOfCell && cells_ <= kHalf) break;
-      counts += 0x10001u & __hge2_mask(reinterpret_cast<const Pair&>(pairs_[w]),
-                                       reinterpret_cast<const Pair&>(both));
+      counts += NotBelow(w, both);
     }
     counts = __reduce_add_sync(kFullWarp, counts);
     return static_cast<int>((counts & 0xffffu) + (counts >> 16));
   }
 
   const int cells_;
+  uint32_t best_ = 0;     // of the lower halves and of the upper ones, in order
+  uint32_t second_ = 0;   // the same
+  uint32_t least_ = ~0u;  // of the larger one of each word
   uint32_t pairs_[kWords];
 };
 
@@ -257,16 +298,6 @@ __device__ inline uint32_t FloorOfLanes(float lane_best, int k, uint4* maxima, i
 // For k up to this, some 20 logits reach the floor of lanes.
 constexpr int kFewOfLanes = 16;
 
-// The floor of a row that has just been read.
-template <class Shape>
-__device__ __forceinline__ uint32_t CoarseFloor(float lane_best, int k, int cells,
-                                                typename Shape::Warp& s, int lane) {
-  if (k <= kFewOfLanes)
-    return FloorOfLanes<typename Shape::Element>(lane_best, k, reinterpret_cast<uint4*>(s.pool),
-                                                 lane);
-  return GroupMaxima<Shape>(s, cells, lane).Floor(k);
-}
-
 // The floor as a pair of coarse logits, for Reached(): every logit >= floor passes.
 template <class T>
 __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
@@ -280,41 +311,59 @@ __device__ inline CoarsePair<T> CoarsePairOfFloor(uint32_t coarse) {
   return CoarsePairOf<T>(bits * 0x10001u);
 }
 
-// Adds the places of a cell's logits that reach the floor coarsely to the `n` listed ones; above
-// Shape::kPool they are only counted.
-template <class Shape>
-__device__ __forceinline__ void ListPlacesOfCell(const LaneCell<typename Shape::Element>& x, int c,
-                                                 CoarsePair<typename Shape::Element> floor,
-                                                 typename Shape::Warp& s, int lane, int& n) {
-  uint32_t reached = Reached<typename Shape::Element>(x, floor);
+// Adds the places of the lane's elements that Reached() reports to the `n` listed ones; above
+// Shape::kPool they are only counted. place_of(bit) is the place of such an element.
+template <class Shape, class PlaceOf>
+__device__ __forceinline__ void ListPlaces(uint32_t reached, typename Shape::Warp& s, int lane,
+                                           int& n, PlaceOf place_of) {
   const int through = WarpPrefix(__popc(reached), lane);
   int at = n + through - __popc(reached);
   n += __shfl_sync(kFullWarp, through, 31);
 #pragma unroll 1
   for (; reached != 0 && at < Shape::kPool; reached &= reached - 1, ++at)
-    s.places[at] = static_cast<uint16_t>(c << 10 | lane << 5 | (31 - __clz(reached & -reached)));
+    s.places[at] = static_cast<uint16_t>(place_of(31 - __clz(reached & -reached)));
 }
 
-// Lists the places of the row's logits that reach the floor coarsely. Returns their number; above
-// Shape::kPool not all of them are listed.
+// Lists the places of the row's logits that reach the floor coarsely: a lane reads listed groups
+// again. Returns their number; above Shape::kPool not all of them are listed.
 template <class Shape>
-__device__ __forceinline__ int ListPlacesOfRow(typename Shape::Ring& ring,
-                                               const typename Shape::Element* row, int vocab,
-                                               uint32_t coarse, typename Shape::Warp& s, int lane) {
+__device__ __forceinline__ int ListPlacesOfRow(RowInShared<Shape> row, int vocab, uint32_t coarse,
+                                               int groups, typename Shape::Warp& s, int lane) {
   using T = typename Shape::Element;
+  constexpr int kGroups = Shape::Pool::kLaneGroups;
+  constexpr int kElements = Shape::Pool::kElements;
+  constexpr int kAtOnce = 32 / kElements;    // groups, whose bits Reached() reports are of one word
+  if (groups > Shape::kPool) return groups;  // each has such a logit
   const CoarsePair<T> floor = CoarsePairOfFloor<T>(coarse);
   int n = 0;
 #pragma unroll 1
-  for (int c = 0; c * kCell < vocab; ++c) {
-    bool hit = false;
-    const auto* of_cell = reinterpret_cast<const uint16_t*>(&s.sketch[c][lane]);
+  for (int first = lane; first - lane < groups && n <= Shape::kPool; first += 32 * kAtOnce) {
+    uint32_t reached = 0;
+    uint64_t places = 0;  // of the groups, 16 bits each
 #pragma unroll
-    for (int g = 0; g < Shape::Pool::kLaneGroups; ++g) hit |= of_cell[g] >= coarse;
-    if (!__any_sync(kFullWarp, hit)) continue;
-    LaneCell<T> x;
-    ring.Reread(row, c, vocab - c * kCell, x);
-    ListPlacesOfCell<Shape>(x, c, floor, s, lane, n);
-    if (n > Shape::kPool) break;
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (first + 32 * j >= groups) break;
+      const int group = s.groups[first + 32 * j];
+      const int c = group / kGroups / 32;
+      const int of_lane = group / kGroups % 32;
+      const int from = group % kGroups * kElements;  // of the lane's elements
+      LaneCell<T> x;                                 // only its first kElements elements
+      row.template Read<kElements>(c, of_lane, from, x);
+      uint32_t of_group = Reached<kElements>(x, floor);
+      if (vocab % kCell != 0) {
+        const int left = vocab - c * kCell - CellIndex<T>(of_lane, from);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          if (CellIndex<T>(0, e) >= left) of_group &= ~(1u << (e / 2 + e % 2 * 16));
+        }
+      }
+      reached |= of_group << (j * kElements / 2);
+      places |= static_cast<uint64_t>(group / kGroups * 32 + from / 2) << (16 * j);
+    }
+    ListPlaces<Shape>(reached, s, lane, n, [&](int bit) {
+      const int j = bit % 16 / (kElements / 2);
+      return static_cast<uint32_t>(places >> (16 * j)) + bit - j * (kElements / 2);
+    });
   }
   __syncwarp();
   return n;
@@ -449,7 +498,7 @@ __device__ __forceinline__ void MergeRuns(uint32_t (&keys)[kKeys], int size, uin
     for (int r = 0; r < kKeys; ++r) {
       const uint32_t other = __shfl_xor_sync(kFullWarp, keys[r], stride);
       const bool larger = size >= 32 && ((32 * r) & size) != 0 ? !takes_larger : takes_larger;
-      keys[r] = larger == (other > keys[r]) ? other : keys[r];
+      keys[r] = larger ? max(keys[r], other) : min(keys[r], other);
     }
   }
 }

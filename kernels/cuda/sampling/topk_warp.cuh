@@ -3,14 +3,14 @@
 //
 // A block has as many warps as shared memory holds rows of the launch's number of cells, and a last
 // cell of which the row has at most a quarter takes less time. A row's end has no barrier: the
-// floor is found among the maxima of the row's groups by halving, then the cells that reach it are
-// read again from shared memory. The candidates are sorted by 32 bits of each: a 16-bit logit and
-// its index; or the upper bits of what an f32 logit is above the floor and its place in the pool;
-// where those do not tell neighbours apart, each is compared with all. The row's memory is free
-// before that, so the next row's copy runs meanwhile; 16 rows' logarithms are one.
+// floor is found among the maxima of the row's groups by halving, then the groups that reach it are
+// read again from shared memory, each by a lane. The candidates are sorted by 32 bits of each: a
+// 16-bit logit and its index; or the upper bits of what an f32 logit is above the floor and its
+// place in the pool; where those do not tell neighbours apart, each is compared with all. The row's
+// memory is free before that, so the next row's copy runs meanwhile; 16 rows' logarithms are one.
 //
-// Limited by instructions (16384 x 4096 bf16 k 50: 2460 a row), and by latencies where f32 rows of
-// 4 cells leave room for 12 warps a multiprocessor. Figures: softmax_topk.cu.
+// Limited by instructions, and by latencies where f32 rows of 4 cells leave room for 12 warps a
+// multiprocessor. Figures: softmax_topk.cu.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_TOPK_WARP_CUH_
 
@@ -95,7 +95,6 @@ class ShortRows {
   __device__ bool Done() const { return row() >= p_.args.logits.rows; }
   __device__ const SoftmaxTopKRow& ask() const { return ask_; }
   __device__ const T* logits() const { return p_.Row<T>(row()); }
-  __device__ typename Shape::Ring& ring() { return ring_; }
   __device__ RowInShared<Shape> in_shared() {
     return {Shape::kHeld ? ring_.Cell(logits()) : ring_.Row(logits())};
   }
@@ -264,13 +263,15 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
       rows.Load(x);
       if (ask.k > kFewOfLanes) {
         s.held_sketch[lane] = SketchOfLane<typename Shape::Pool>(x, row.lane_best);
+        floor = GroupMaxima<Shape>(s, p.cells, lane).Floor(ask.k);
       } else {
         row.lane_best = x.Max(0, kLaneElements);
+        floor = FloorOfLanes<T>(row.lane_best, ask.k, reinterpret_cast<uint4*>(s.pool), lane);
       }
-      floor = CoarseFloor<Shape>(row.lane_best, ask.k, p.cells, s, lane);
       __syncwarp();  // the places take the sketch's memory
       n = 0;
-      ListPlacesOfCell<Shape>(x, 0, CoarsePairOfFloor<T>(floor), s, lane, n);
+      ListPlaces<Shape>(Reached<kLaneElements>(x, CoarsePairOfFloor<T>(floor)), s, lane, n,
+                        [=](int bit) { return lane << 5 | bit; });
       __syncwarp();
       // The cell is the row: a merge of one cell does not change its bits.
       stats =
@@ -293,8 +294,12 @@ __global__ void __launch_bounds__(Shape::kMostThreads, 1)
     }
 
     if constexpr (!Shape::kHeld) {
-      floor = CoarseFloor<Shape>(row.lane_best, ask.k, p.cells, s, lane);
-      n = ListPlacesOfRow<Shape>(rows.ring(), rows.logits(), p.vocab, floor, s, lane);
+      const GroupMaxima<Shape> maxima(s, p.cells, lane);
+      floor = ask.k <= kFewOfLanes
+                  ? FloorOfLanes<T>(row.lane_best, ask.k, reinterpret_cast<uint4*>(s.pool), lane)
+                  : maxima.Floor(ask.k);
+      n = ListPlacesOfRow<Shape>(rows.in_shared(), p.vocab, floor, maxima.List(floor, s, lane), s,
+                                 lane);
     }
     if (n <= Shape::kPool) {
       KeysOfPlaces<Shape>(rows.in_shared(), p.vocab, n, s, lane);
