@@ -33,9 +33,6 @@ namespace {
 
 // ---- partial: cells of logits ------------------------------------------------------------------
 
-constexpr int kCellWarps = 8;
-constexpr int kCellThreads = kCellWarps * 32;
-
 // The cell at `first` of a row of `tokens` logits, aligned to 16 bytes; -inf after the last.
 __device__ inline void ReadCell(const float* row, int first, int tokens, int lane,
                                 LaneCell<float>& x) {
@@ -48,7 +45,7 @@ __device__ inline void ReadCell(const float* row, int first, int tokens, int lan
 }
 
 struct TopKPartialParams {
-  TensorView logits = {};                // [rows, tokens]
+  TensorView logits = {};                // [rows, tokens]; of one token where no cells are wanted
   const SoftmaxTopKRow* asks = nullptr;  // [rows]: k of the shard, entries [r * most_k, ...)
   const int32_t* indices = nullptr;      // of softmax_topk by `asks`
   const RowStatus* status = nullptr;
@@ -62,37 +59,39 @@ struct TopKPartialParams {
   int32_t first_token;
 };
 
-// Blocks (x, r): cells of row r, one a warp; the first block of a row also writes its keys.
-__global__ void __launch_bounds__(kCellThreads)
-    TopKPartialKernel(const __grid_constant__ TopKPartialParams p) {
-  const int64_t r = blockIdx.y;
-  const int lane = threadIdx.x % 32;
-  const SoftmaxTopKRow ask = p.asks[r];
-  if (ask.k == 0) return;
-  const int tokens = static_cast<int>(p.logits.cols);
-  const float* row = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
-  const int cell = blockIdx.x * kCellWarps + threadIdx.x / 32;
-  if (p.max != nullptr && cell * kCell < tokens) {
-    const float log2e_over_temperature = kLog2E / ask.temperature;
-    LaneCell<float> x;
-    ReadCell(row, cell * kCell, tokens, lane, x);
-    const Stats stats = MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
-                                   log2e_over_temperature);
-    if (lane == 0) {
-      p.max[r * p.row_cells + cell] = stats.max;
-      p.sum[r * p.row_cells + cell] = stats.sum;
+// Leaves a row's cells and its keys in the block.
+struct TopKPartialOp : RowOp {
+  using Element = float;
+  using Params = TopKPartialParams;
+  using Cell = Stats;
+  const SoftmaxTopKRow ask;
+  const float log2e_over_temperature;
+
+  __device__ TopKPartialOp(const Params& p, int64_t r)
+      : ask(p.asks[r]), log2e_over_temperature(kLog2E / ask.temperature) {}
+  __device__ bool Active() const { return ask.k != 0; }
+  __device__ Stats Add(const LaneCell<float>& x, int, int, int) const {
+    return MergeLanes(LaneStats(x, x.Max(0, kLaneElements), log2e_over_temperature),
+                      log2e_over_temperature);
+  }
+  template <class Block>
+  __device__ void FinishBlock(const Params& p, int64_t r, const float* row,
+                              const OpMemory<TopKPartialOp, Block>& memory) const {
+    const int cells = p.max == nullptr ? 0 : CellsOf(static_cast<int>(p.logits.cols));
+    for (int i = threadIdx.x; i < cells; i += Block::kThreads) {
+      p.max[r * p.row_cells + i] = memory.cells[i].max;
+      p.sum[r * p.row_cells + i] = memory.cells[i].sum;
+    }
+    const bool is_nan = p.status[r].code == RowCode::kNanLogit;
+    if (p.nan != nullptr && threadIdx.x == 0)
+      p.nan[r] = is_nan ? p.first_token + p.status[r].position : -1;
+    if (is_nan) return;
+    for (int i = threadIdx.x; i < ask.k; i += Block::kThreads) {
+      const int token = p.indices[ask.first_entry + i];
+      p.keys[r * p.row_keys + i] = MakeKey(row[token], p.first_token + token);
     }
   }
-  if (blockIdx.x != 0) return;
-  const bool is_nan = p.status[r].code == RowCode::kNanLogit;
-  if (p.nan != nullptr && threadIdx.x == 0)
-    p.nan[r] = is_nan ? p.first_token + p.status[r].position : -1;
-  if (is_nan) return;
-  for (int i = threadIdx.x; i < ask.k; i += kCellThreads) {
-    const int token = p.indices[ask.first_entry + i];
-    p.keys[r * p.row_keys + i] = MakeKey(row[token], p.first_token + token);
-  }
-}
+};
 
 // The first tokens that a row needs, and the temperature of its cells.
 __device__ inline SoftmaxTopKRow AskOf(const SoftmaxTopKRow& row) { return row; }
@@ -296,9 +295,8 @@ cudaError_t ChooseTokens(const TensorView& logits, const Row* rows, int64_t keys
                          .status = status},
                         scratch, stream);
     if (error != cudaSuccess) return error;
-    const int64_t blocks = to.max == nullptr ? 1 : CeilDiv(tokens, kCellWarps * kCell);
-    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
-    error = LaunchKernel(&TopKPartialKernel, {.grid = grid, .threads = kCellThreads}, stream, to);
+    if (to.max == nullptr) to.logits.cols = 1;
+    error = RunRows<TopKPartialOp>(to, scratch, stream);
     if (error != cudaSuccess) return error;
     to.max = From(to.max, count * to.row_cells);
     to.sum = From(to.sum, count * to.row_cells);
