@@ -19,49 +19,38 @@
 #include "kernels/cuda/rows/plan.h"
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/sample_kernel.cuh"
-#include "kernels/cuda/sampling/sample_pass.cuh"
 
 namespace logitd::cuda {
 
-extern template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const Scratch&,
+extern template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const LaunchShape&,
                                                            cudaStream_t);
-extern template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const Scratch&,
+extern template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const LaunchShape&,
                                                           cudaStream_t);
-extern template cudaError_t LaunchPass<__half, false, true>(const SampleParams&, const Scratch&,
+extern template cudaError_t LaunchPass<__half, false, true>(const SampleParams&, const LaunchShape&,
                                                             cudaStream_t);
-extern template cudaError_t LaunchPass<__half, true, true>(const SampleParams&, const Scratch&,
+extern template cudaError_t LaunchPass<__half, true, true>(const SampleParams&, const LaunchShape&,
                                                            cudaStream_t);
 extern template cudaError_t LaunchPass<__nv_bfloat16, false, true>(const SampleParams&,
-                                                                   const Scratch&, cudaStream_t);
+                                                                   const LaunchShape&,
+                                                                   cudaStream_t);
 extern template cudaError_t LaunchPass<__nv_bfloat16, true, true>(const SampleParams&,
-                                                                  const Scratch&, cudaStream_t);
+                                                                  const LaunchShape&, cudaStream_t);
 
 namespace {
 
 template <class T, bool kInCluster>
-RowForm FormOf(const SampleParams& p, CostOf cost) {
+RowForm FormOf(bool edited, CostOf cost) {
   using Block = DrawBlock<T, kInCluster, SmallPool>;
-  SampleParams of_cells = p;
-  of_cells.blocks = 1;
-  of_cells.cells = 0;
+  const size_t memory =
+      edited ? sizeof(DrawMemory<T, kInCluster, true>) + (kInCluster ? sizeof(LateInbox) : 0)
+             : sizeof(DrawMemory<T, kInCluster, false>);
   return {.warps = Block::kWarps,
           .resident = Block::kResident,
           .most_blocks = kInCluster ? kMaxClusterBlocks : 1,
-          .fixed_bytes = SharedBytes<T, kInCluster>(of_cells) + static_cast<int>(2 * sizeof(Stats)),
+          .fixed_bytes = static_cast<int>(memory + 2 * sizeof(Stats)),  // cells to an even number
           .row_cell_bytes = 2 * sizeof(Stats),
           .part_cell_bytes = 32 * sizeof(SmallPool::Sketch),
           .cost = cost};
-}
-
-// Blocks of a row's cluster; 0: one block takes the row.
-template <class T>
-int32_t ClusterBlocks(const SampleParams& p, int64_t rows, const Scratch& scratch) {
-  const RowForm forms[] = {FormOf<T, true>(p, CostOf::kSampleFewRows),
-                           FormOf<T, false>(p, CostOf::kSampleManyRows)};
-  const RowsPlan plan =
-      PlanRows({rows, p.cells, static_cast<float>(p.args.logits.cols * sizeof(T)), sizeof(T) == 4},
-               forms, scratch);
-  return plan.form == 0 ? plan.blocks : 0;
 }
 
 }  // namespace
@@ -90,22 +79,28 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
   p.first_rows = std::min<int64_t>(pass, scratch.left() / (p.first_keys * sizeof(Key)));
   p.first_lists = scratch.Take<Key>(p.first_rows * p.first_keys);
   if (p.first_lists == nullptr) p.first_rows = 0;
-  const int32_t cluster =
-      VisitDType(args.logits.dtype, [&]<class T>() { return ClusterBlocks<T>(p, rows, scratch); });
-  p.blocks = std::max(cluster, 1);
+  const bool edited = args.edited;
+  const RowsPlan plan = VisitDType(args.logits.dtype, [&]<class T>() {
+    const RowForm forms[] = {FormOf<T, true>(edited, CostOf::kSampleFewRows),
+                             FormOf<T, false>(edited, CostOf::kSampleManyRows)};
+    return PlanRows({rows, p.cells, static_cast<float>(vocab * sizeof(T)), sizeof(T) == 4}, forms,
+                    scratch);
+  });
+  if (plan.form < 0) return cudaErrorNotSupported;
+  p.blocks = plan.blocks;
   for (int64_t first = 0; first < rows; first += pass) {
     p.args = RowsFrom(args, first);
     p.args.logits = RowsOf(args.logits, first, std::min(pass, rows - first));
-    if (args.edited && (args.history != nullptr || args.bias != nullptr)) {
-      const cudaError_t error = MakePatches(p, /*early=*/cluster > 0, stream);
+    if (edited && (args.history != nullptr || args.bias != nullptr)) {
+      const cudaError_t error = MakePatches(p, plan.early, stream);
       if (error != cudaSuccess) return error;
     }
     const cudaError_t error = VisitDType(args.logits.dtype, [&]<class T>() {
-      const auto launch =
-          cluster > 0   ? args.edited ? &LaunchPass<T, true, true> : &LaunchPass<T, true, false>
-            : args.edited ? &LaunchPass<T, false, true>
-                        : &LaunchPass<T, false, false>;
-      return launch(p, scratch, stream);
+      const auto launch = plan.form == 0
+                              ? edited ? &LaunchPass<T, true, true> : &LaunchPass<T, true, false>
+                          : edited ? &LaunchPass<T, false, true>
+                                   : &LaunchPass<T, false, false>;
+      return launch(p, ShapeOfTeams(p.args.logits.rows, plan, scratch), stream);
     });
     if (error != cudaSuccess) return error;
     if (p.drafts != nullptr) {

@@ -3,9 +3,9 @@
 
 namespace logitd::cuda {
 
-template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const Scratch&,
+template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const LaunchShape&,
                                                     cudaStream_t);
-template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const Scratch&,
+template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const LaunchShape&,
                                                    cudaStream_t);
 
 }  // namespace logitd::cuda

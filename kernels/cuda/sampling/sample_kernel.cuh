@@ -8,7 +8,6 @@
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/late_edits.cuh"
 #include "kernels/cuda/sampling/report.cuh"
-#include "kernels/cuda/sampling/sample_pass.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
 
 namespace logitd::cuda {
@@ -503,18 +502,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
 // ---- launch ------------------------------------------------------------------------------------
 
+// Enqueues sample, or verify, for all rows of p.args, p.blocks blocks a row. Those of edited rows
+// are compiled in files of their own (sample_edited_f32.cu and so on).
 template <class T, bool kInCluster, bool kEditable>
-cudaError_t LaunchPass(const SampleParams& p, const Scratch& scratch, cudaStream_t stream) {
-  const int shared = SharedBytes<T, kInCluster>(p);
-  if (shared > scratch.block_shared_bytes) return cudaErrorNotSupported;
-  return LaunchKernel(&SampleRowKernel<T, kInCluster, kEditable>,
-                      {.grid = GridFor(p.args.logits.rows * p.blocks),
-                       .threads = DrawBlock<T, kInCluster, DrawPool<kEditable>>::kThreads,
-                       .cluster = kInCluster ? p.blocks : 1,
-                       .shared_bytes = shared,
-                       .most_shared_bytes = scratch.block_shared_bytes,
-                       .early = kInCluster},
-                      stream, p);
+cudaError_t LaunchPass(const SampleParams& p, const LaunchShape& shape, cudaStream_t stream) {
+  return LaunchKernel(&SampleRowKernel<T, kInCluster, kEditable>, shape, stream, p);
 }
 
 }  // namespace logitd::cuda
