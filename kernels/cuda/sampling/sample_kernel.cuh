@@ -12,8 +12,8 @@
 
 namespace logitd::cuda {
 
-// What a row's parameters ask of the stages.
-struct RowPlan {
+// A row's parameters, as its stages need them.
+struct RowNeeds {
   bool edited;
   bool greedy;
   bool is_raw;       // log-probabilities and rank are of the row as sent
@@ -25,7 +25,7 @@ struct RowPlan {
   bool sketched;          // the list or a rank needs the sketch
   bool lists_are_sorted;  // those are of the logits that the report is of
 
-  __device__ RowPlan(const SampleParams& p, const SampleRow& ask, int vocab, bool editable)
+  __device__ RowNeeds(const SampleParams& p, const SampleRow& ask, int vocab, bool editable)
       : edited(editable && IsEdited(ask)),
         greedy(IsGreedy(ask)),
         is_raw(ask.logprob_mode == LogprobMode::kRaw),
@@ -121,14 +121,14 @@ __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const S
 // `raw_is_pooled` becomes false where the pool is used.
 template <int kThreads, class T>
 __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const SampleRow& ask,
-                                          const RowPlan& plan, const RowMemory<EditPool>& m,
+                                          const RowNeeds& needs, const RowMemory<EditPool>& m,
                                           const LateEdits& edits, float peak, Logits<T, true> row,
                                           bool& raw_is_pooled) {
   DrawShared& s = Finish().draw;
-  if (plan.greedy) return DrawGreedy(s);
-  const bool all_are_listed = (TopKIsOn(ask, row.vocab) && ask.top_k <= plan.listed) ||
-                              plan.listed == row.vocab ||
-                              s.sorted[plan.listed - 1] < LowestKept(ask, peak);
+  if (needs.greedy) return DrawGreedy(s);
+  const bool all_are_listed = (TopKIsOn(ask, row.vocab) && ask.top_k <= needs.listed) ||
+                              needs.listed == row.vocab ||
+                              s.sorted[needs.listed - 1] < LowestKept(ask, peak);
   if (!all_are_listed) {
     float* const edited = p.edited + r * p.edited_stride;
     WriteEdited(row.sent, 0, row.vocab, edits, p.counts + r * p.edited_stride, edited, nullptr);
@@ -141,8 +141,8 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                  .stats = m.cells,
                                  .cells = p.cells,
                                  .sums_needed = false,
-                                 .log2e_over_temperature = plan.log2e_over_temperature,
-                                 .listed = plan.listed,
+                                 .log2e_over_temperature = needs.log2e_over_temperature,
+                                 .listed = needs.listed,
                                  .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
                                  .first_list = p.FirstList(r),
                                  .first_keys = p.first_keys,
@@ -176,7 +176,7 @@ struct LateListed {
 // barrier; in a cluster it ends with a barrier of the cluster.
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, const SampleRow& ask,
-                                               const RowPlan& plan, const Part& part,
+                                               const RowNeeds& needs, const Part& part,
                                                const RowMemory<EditPool>& m, const LaneBests& bests,
                                                const LateEdits& edits, const T* sent,
                                                Stream& stream) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
   listed.row_floor = -kInfinity;
   if constexpr (kInCluster) {
     listed.row_floor =
-        ClusterFloor<Block>(bests.edited, part, LateReaching(edits, plan.listed, tops),
+        ClusterFloor<Block>(bests.edited, part, LateReaching(edits, needs.listed, tops),
                             stream.warp_bests, stream.row_floor);
   }
 #pragma unroll 1
@@ -209,7 +209,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
     const bool of_row = listed.row_floor > -kInfinity;
     const LateFound found = FindLate<Block>(
         sent, part, m.raw_sketch, edits.mask != nullptr ? m.edited_sketch : m.raw_sketch,
-        bests.edited, edits, plan.listed, tops, listed.row_floor);
+        bests.edited, edits, needs.listed, tops, listed.row_floor);
     int raw_count = found.raw;
     int count = found.edited;
     listed.found = found;
@@ -236,14 +236,14 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
       WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
                   m.edited_sketch);
       Gather<float, kThreads, EditPool>(edited + part.begin, part.begin, part.elements(),
-                                        m.edited_sketch, Floor{}, plan.listed);
-      count = Trim<kThreads, EditPool>(plan.listed, kHalf);
+                                        m.edited_sketch, Floor{}, needs.listed);
+      count = Trim<kThreads, EditPool>(needs.listed, kHalf);
       keys = pool.pool;
       spare = pool.pool + kHalf;
       listed.raw_is_pooled = false;
     }
     if (!given_up) {
-      count = list(keys, count, spare, plan.listed,
+      count = list(keys, count, spare, needs.listed,
                    kInCluster ? InBlock(m.inbox->edited[part.block], 0) : s.sorted);
     }
     listed.raw_count = raw_count;
@@ -259,7 +259,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
       InBlock(m.inbox, threadIdx.x)->survivors[part.block] = found.survivors;
     ClusterArrive();
     ClusterWait();
-    if (!of_row || m.inbox->Reaches(plan.listed, part.blocks)) return listed;
+    if (!of_row || m.inbox->Reaches(needs.listed, part.blocks)) return listed;
     listed.row_floor = -kInfinity;  // each block looks for the first of its part
     __syncthreads();
   }
@@ -269,7 +269,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
 // read with. Called by all threads after a barrier.
 template <class T, bool kInCluster, class Stream>
 __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
-                                           const RowPlan& plan, const Part& part,
+                                           const RowNeeds& needs, const Part& part,
                                            const RowMemory<EditPool>& m, const LaneBests& bests,
                                            const LateEdits& edits, const T* sent, Stream& stream) {
   constexpr int kThreads = DrawBlock<T, kInCluster, EditPool>::kThreads;
@@ -278,7 +278,8 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   auto& pool = Pool<EditPool>();
   const Logits<T, true> row(sent, static_cast<int>(args.logits.cols));
   if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
-  LateListed listed = ListLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, sent, stream);
+  LateListed listed =
+      ListLate<T, kInCluster>(p, r, ask, needs, part, m, bests, edits, sent, stream);
   // How many tokens of the block's part, as sent, are no later in the order than this one.
   const auto count_in_part = [&](float logit, int last) {
     const Key key = MakeKey(logit, last);
@@ -309,9 +310,9 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
     };
     if (ask.top_logprobs > 0) merge(m.inbox->raw, m.inbox->raw_counts, ask.top_logprobs);
     ReportRawLists(p, ask, row, m.raw_cells, s);
-    listed.count = merge(m.inbox->edited, m.inbox->edited_counts, plan.listed);
+    listed.count = merge(m.inbox->edited, m.inbox->edited_counts, needs.listed);
   }
-  for (int i = listed.count + static_cast<int>(threadIdx.x); i < plan.listed; i += kThreads)
+  for (int i = listed.count + static_cast<int>(threadIdx.x); i < needs.listed; i += kThreads)
     s.sorted[i] = kLowestKey;  // there are no more above -inf
   __syncthreads();
 
@@ -321,7 +322,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   const float peak = first == kLowestKey ? -kInfinity : KeyLogit(first);
   if (!AcceptRow(args, r, ask, sent, m.raw_cells, raw, peak)) return;
   const Drawn drawn =
-      DrawLate<kThreads>(p, r, ask, plan, m, edits, peak, row, listed.raw_is_pooled);
+      DrawLate<kThreads>(p, r, ask, needs, m, edits, peak, row, listed.raw_is_pooled);
 
   // Report.
   const float x = ToFloat(sent[drawn.token]);
@@ -348,27 +349,27 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
 // threads after a barrier; in a cluster it passes a barrier of the cluster.
 template <class T, bool kInCluster, class Pool, class Row, class Stream>
 __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const SampleRow& ask,
-                                       const RowPlan& plan, const Part& part,
+                                       const RowNeeds& needs, const Part& part,
                                        const RowMemory<Pool>& m, const LaneBests& bests, Row row,
                                        Stream& stream) {
-  const int raw_listed = !plan.edited ? plan.listed
-                         : plan.is_raw && ask.top_logprobs + ask.extra_count > 0
+  const int raw_listed = !needs.edited ? needs.listed
+                         : needs.is_raw && ask.top_logprobs + ask.extra_count > 0
                              ? max(1, ask.top_logprobs)
                              : 0;
   if (raw_listed > 0) {
     List<DrawBlock<T, kInCluster, Pool>>(row.sent, part, m.raw_sketch, bests.raw, raw_listed,
                                          stream);
   }
-  if (plan.edited) {
+  if (needs.edited) {
     if (raw_listed > 0 && part.block == 0) ReportRawLists(p, ask, row, m.raw_cells, Finish().draw);
     row.edited = p.edited + r * p.edited_stride;
-    if (plan.listed > 0) {
+    if (needs.listed > 0) {
       List<DrawBlock<float, kInCluster, Pool>>(row.edited, part, m.edited_sketch, bests.edited,
-                                               plan.listed, stream);
+                                               needs.listed, stream);
     }
   }
   if constexpr (kInCluster) {
-    if (plan.listed == 0) {
+    if (needs.listed == 0) {
       ClusterArrive();
       ClusterWait();
     }
@@ -403,10 +404,10 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
-  const RowPlan plan(p, ask, vocab, kEditable);
+  const RowNeeds needs(p, ask, vocab, kEditable);
   const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
   const CellStats raw_stats{kLog2E, in_first(m.raw_cells)};
-  const CellStats own_stats{plan.log2e_over_temperature, in_first(m.cells)};
+  const CellStats own_stats{needs.log2e_over_temperature, in_first(m.cells)};
   LaneBests bests;
   if constexpr (kEditable) {
     if (IsEditedLate(p, ask)) [[likely]] {
@@ -416,19 +417,19 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
                               m.edited_sketch);
       if constexpr (!kInCluster) edits.Prefetch();
       __syncthreads();  // from here on the rings' memory is the pool's
-      return FinishLate<T, kInCluster>(p, r, ask, plan, part, m, bests, edits, raw_row.sent,
+      return FinishLate<T, kInCluster>(p, r, ask, needs, part, m, bests, edits, raw_row.sent,
                                        memory.stream);
     }
-    if (plan.edited) {
-      const bool raw_sketched = plan.is_raw && (ask.want_rank || ask.top_logprobs > 0);
+    if (needs.edited) {
+      const bool raw_sketched = needs.is_raw && (ask.want_rank || ask.top_logprobs > 0);
       bests = ReadEdited<Block>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
                                 own_stats, raw_sketched ? m.raw_sketch : nullptr,
-                                plan.listed > 0 ? m.edited_sketch : nullptr, memory.OfWarp());
+                                needs.listed > 0 ? m.edited_sketch : nullptr, memory.OfWarp());
     }
   }
-  if (!plan.edited) {
-    bests.raw = stream.template Run<true>(raw_stats, plan.sketched ? m.raw_sketch : nullptr,
-                                          plan.twice ? own_stats : CellStats{});
+  if (!needs.edited) {
+    bests.raw = stream.template Run<true>(raw_stats, needs.sketched ? m.raw_sketch : nullptr,
+                                          needs.twice ? own_stats : CellStats{});
   }
   __syncthreads();  // from here on the rings' memory is the pool's
 
@@ -437,12 +438,12 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
     s.ranked_token = -1;
     s.nucleus.whole = 0;
   }
-  const Row row = ListRow<T, kInCluster>(p, r, ask, plan, part, m, bests, raw_row, memory.stream);
-  const Row& mode_row = plan.is_raw ? raw_row : row;
+  const Row row = ListRow<T, kInCluster>(p, r, ask, needs, part, m, bests, raw_row, memory.stream);
+  const Row& mode_row = needs.is_raw ? raw_row : row;
   // How many tokens of the block's part are no later in the mode's order than this one.
   const auto count_in_part = [&](float logit, int last) {
     if constexpr (kEditable) {
-      if (plan.edited && !plan.is_raw)
+      if (needs.edited && !needs.is_raw)
         return CountFrom<kThreads, Pool>(row.edited, part, m.edited_sketch, logit, last);
     }
     return CountFrom<kThreads, Pool>(raw_row.sent, part, m.raw_sketch, logit, last);
@@ -458,24 +459,24 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
   // Filter and draw.
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
-  const float peak = plan.edited ? MaxOfCells(m.cells, p.cells) : raw.max;
+  const float peak = needs.edited ? MaxOfCells(m.cells, p.cells) : raw.max;
   if (!AcceptRow(args, r, ask, raw_row.sent, m.raw_cells, raw, peak)) return;
   const Drawn drawn =
       DrawToken<kThreads>(p, r, ask, row,
                           {.part = part,
                            .peak = peak,
-                           .stats = plan.twice || plan.edited ? m.cells : m.raw_cells,
+                           .stats = needs.twice || needs.edited ? m.cells : m.raw_cells,
                            .cells = p.cells,
-                           .sums_needed = plan.sums_needed,
-                           .log2e_over_temperature = plan.log2e_over_temperature,
-                           .listed = plan.listed,
+                           .sums_needed = needs.sums_needed,
+                           .log2e_over_temperature = needs.log2e_over_temperature,
+                           .listed = needs.listed,
                            .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
                            .first_list = p.FirstList(r),
                            .first_keys = p.first_keys,
                            .bits = UniformBits(ask.seed, ask.position)},
                           s, [&](int first) {
                             if constexpr (kEditable) {
-                              if (plan.edited && plan.listed == 0)
+                              if (needs.edited && needs.listed == 0)
                                 WriteCell(raw_row.sent, Edits(p, ask, r, vocab), first,
                                           reinterpret_cast<float*>(s.bin_mass));
                             }
@@ -483,21 +484,21 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
   // Report.
   const Support support =
-      plan.is_raw
+      needs.is_raw
           ? RawSupport(raw)
-          : Support{drawn.last, peak, plan.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
+          : Support{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   const float x = mode_row[drawn.token];
-  const bool is_first = plan.greedy && plan.listed == 0 && plan.lists_are_sorted;
+  const bool is_first = needs.greedy && needs.listed == 0 && needs.lists_are_sorted;
   int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
-                                            plan.lists_are_sorted ? plan.listed : 0, part.blocks, s,
-                                            count_in_part);
+                                            needs.lists_are_sorted ? needs.listed : 0, part.blocks,
+                                            s, count_in_part);
   if (is_first && ask.want_rank) rank = 1;
   if (threadIdx.x == 0) {
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
     args.ranks[r] = rank;
   }
-  if (plan.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
+  if (needs.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
 }
 
 // ---- launch ------------------------------------------------------------------------------------
