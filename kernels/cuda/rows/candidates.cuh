@@ -324,39 +324,27 @@ __device__ __forceinline__ void SendOwn(const typename Block::Element* item, con
   const uint32_t below = (1u << lane) - 1;
   const uint32_t edge = OrderedBits(floor.logit) >> 16;
   uint16_t* const hits = shared.hits[warp];
-  constexpr int kAtOnce = 4;  // cells, then groups
-  const int cells = part.cells();
   int count = 0;
 #pragma unroll 1
-  for (int first = warp; first < cells; first += kAtOnce * Block::kWarps) {
-    typename Shape::Sketch of_lane[kAtOnce];
+  for (int cell = warp; cell < part.cells(); cell += Block::kWarps) {
+    const typename Shape::Sketch of_lane = sketch[cell * 32 + lane];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int cell = first + j * Block::kWarps;
-      if (cell < cells) of_lane[j] = sketch[cell * 32 + lane];
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int cell = first + j * Block::kWarps;
-      if (cell >= cells) break;
-#pragma unroll
-      for (int g = 0; g < Shape::kLaneGroups; ++g) {
-        const bool hit = reinterpret_cast<const uint16_t*>(&of_lane[j])[g] >= edge;
-        const uint32_t lanes = __ballot_sync(kFullWarp, hit);
-        if (lanes == 0) continue;
-        const int at = count + __popc(lanes & below);
-        if (hit && at < Shared::kHitsOfWarp) {
-          hits[at] =
-              static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
-        }
-        count += __popc(lanes);
+    for (int g = 0; g < Shape::kLaneGroups; ++g) {
+      const bool hit = reinterpret_cast<const uint16_t*>(&of_lane)[g] >= edge;
+      const uint32_t lanes = __ballot_sync(kFullWarp, hit);
+      const int at = count + __popc(lanes & below);
+      if (hit && at < Shared::kHitsOfWarp) {
+        hits[at] =
+            static_cast<uint16_t>(Shape::kGroupsOfCell * cell + Shape::kLaneGroups * lane + g);
       }
+      count += __popc(lanes);
     }
   }
   __syncwarp();
   Key* const inbox = InBlock(shared.inbox[part.block], 0);
   bool crowded = count > Shared::kHitsOfWarp;
   constexpr int kTogether = 32 / Shape::kElements;  // groups, a lane reads an element
+  constexpr int kAtOnce = 4;
 #pragma unroll 1
   for (int first = 0; first < count && !crowded; first += kAtOnce * kTogether) {
     float x[kAtOnce];
