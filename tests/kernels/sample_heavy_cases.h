@@ -114,9 +114,30 @@ inline std::vector<SampleCase> HeavyEditCases() {
 
 // ---- Flat rows with top_p
 
+// Moves the logits of row r below the first to one end of their bins, of the 4096 in which the CUDA
+// backend counts them by their distance from the first: no middle of a bin tells less of its mass.
+inline void MoveToEndsOfBins(HostTensor& tensor, int64_t r, const SampleRow& ask, double end) {
+  const std::vector<float> sent = RowOf(tensor, r);
+  const double first = *std::max_element(sent.begin(), sent.end());
+  double width = 0;
+  for (int round = 0; round < 4; ++round) {  // the width depends on where the logits are
+    double whole = 0;
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const double below = first - sent[i];
+      const bool moves = width > 0 && below > 0 && below < 4096 * width;
+      const double moved = moves ? (std::floor(below / width) + end) * width : below;
+      tensor.Set(r, static_cast<int64_t>(i), static_cast<float>(first - moved));
+      whole += std::exp(-moved / ask.temperature);
+    }
+    const double left_out = (1 - double{ask.top_p}) * whole;
+    width = std::log(2 * static_cast<double>(sent.size()) / left_out) * ask.temperature / 4096;
+  }
+}
+
 // Rows of which top_p keeps many tokens: of the case's kind, and ones whose runs of 4, 128 or 1024
 // tokens have a level of their own, so that no sample of a few tokens of each run tells the whole.
-// Some are rounded, so that hundreds or thousands of tokens near the border are equal.
+// Some are rounded, so that hundreds or thousands of tokens near the border are equal, and some are
+// at ends of bins.
 inline std::string FirstDifferenceOfFlatTopP(OpRunner& runner, const SampleCase& c) {
   HostTensor tensor(c.dtype, c.rows, c.vocab, c.vocab + c.stride_extra, c.offset);
   SampleBatch batch;
@@ -140,6 +161,7 @@ inline std::string FirstDifferenceOfFlatTopP(OpRunner& runner, const SampleCase&
     row.temperature = kTemperatures[random() % 5];
     static constexpr float kTopPs[] = {0.9f, 0.5f, 0.99f, 0.1f, 0.9999f, 0.9999999f};
     row.top_p = kTopPs[random() % 6];
+    if (random() % 4 == 0) MoveToEndsOfBins(tensor, r, row, random() % 2 == 0 ? 0.49 : 0.51);
     if (random() % 4 == 0) row.top_k = static_cast<int32_t>(c.vocab / (1 + random() % 3));
     if (random() % 4 == 0) row.min_p = 1e-3f;
     row.logprob_mode = random() % 2 == 0 ? LogprobMode::kProcessed : LogprobMode::kRaw;
