@@ -453,9 +453,9 @@ template <class Row>
 __device__ __noinline__ float SigmaBorderOf(Row row, const SampleRow& ask, float peak) {
   static_assert(kSigmaSums == 32, "a lane each");
   constexpr int kMostCells = static_cast<int>(kMaxVocab) / kCell;
-  static_assert(2 * kMostCells * sizeof(double) <= sizeof(DrawShared::bin_share));
+  static_assert(2 * kMostCells * sizeof(double) <= sizeof(DrawShared::mass_bins));
   DrawShared& s = Finish().draw;
-  double* const below = reinterpret_cast<double*>(s.bin_share);  // [cells]
+  double* const below = reinterpret_cast<double*>(s.mass_bins);  // [cells]
   double* const squares = below + kMostCells;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int vocab = row.vocab;

@@ -4,7 +4,7 @@
 // Nothing is sorted beyond a pool, and no filter has a cap: LastOfPrefix narrows a range of keys by
 // histograms of a count or a mass. Fast ways: FilterFirst lists the keys from about the k-th up,
 // and filters among them; FindNucleus looks twice at a row with a flat top_p, for a histogram of
-// approximate mass, then for exact sums of what is above its last bin.
+// counts, which tells the mass approximately, then for exact sums of what is above its last bin.
 //
 // Measured (bench/results/h100/sample_equal_logits.json), 512 rows x 131072 f32 of equal logits,
 // top_p 0.9: 2.1 ms by LastOfPrefix, limited by atomics that meet in one bin. top_k 5000, top_p 0.9
@@ -161,7 +161,7 @@ struct KeyList {
   // Calls visit(key, logit) for the thread's share.
   template <class Visit>
   __device__ void EachKey(Visit visit) const {
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 8;
     const int threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
     for (int round = threadIdx.x; round < count; round += kAtOnce * threads) {
@@ -216,18 +216,16 @@ __device__ __noinline__ bool FilterFirst(Row row, const SampleRow& ask, Key floo
   __syncthreads();
   const float least = s.first_logit;
   row.EachCell([&]<class Element>(const LaneCell<Element>& x, int first) {
-    uint32_t reached = 0;
+    int count = 0;
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) reached |= x[e] >= least ? 1u << e : 0u;
-    if (!__any_sync(kFullWarp, reached != 0)) return;
-    const int count = __popc(reached);
+    for (int e = 0; e < kLaneElements; ++e) count += x[e] >= least;
+    if (!__any_sync(kFullWarp, count != 0)) return;
     const int at = WarpReserve(&s.first_count, count, lane);
     if (at + count > list_keys) return;
     Key* to = list + at;
-#pragma unroll 1
-    for (; reached != 0; reached &= reached - 1) {
-      const int i = first + CellIndex<Element>(lane, __ffs(reached) - 1);
-      *to++ = MakeKey(row[i], i);
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      if (x[e] >= least) *to++ = MakeKey(x[e], first + CellIndex<Element>(lane, e));
     }
   });
   __syncthreads();
@@ -265,80 +263,66 @@ __device__ __noinline__ bool FilterFirst(Row row, const SampleRow& ask, Key floo
 struct MassBins {
   float peak;
   float bins_a_logit;
+  float log2_a_bin;  // by which a bin's weights are below those of the bin before
 
   // All logits beyond the last bin weigh less, together, than the prefix may leave out.
   __device__ MassBins(const Weigher& weigh, int vocab, uint64_t left_out) : peak(weigh.max) {
     const float spare = static_cast<float>(static_cast<double>(left_out) / kWeightOne);
     const float depth = logf(2.0f * static_cast<float>(vocab) / spare);
     bins_a_logit = fminf(kMassBins / depth * weigh.inv_temperature, 1e38f);  // 0 times it is 0
+    log2_a_bin = kLog2E * weigh.inv_temperature / bins_a_logit;
   }
-  // Rounded by adding a float whose last place is one. Larger floats have larger bits.
-  __device__ int operator()(float x) const {
-    constexpr int kBitsOfRound = 0x4b000000;
-    const float rounded = __fmaf_rn(peak - x, bins_a_logit, 0x1p23f);
-    return min(__float_as_int(rounded) - kBitsOfRound, kMassBins - 1);
+  // Rounded by adding a float whose last place is one. Larger floats have larger bits. From
+  // kMassBins on: beyond the last bin.
+  __device__ uint32_t operator()(float x) const {
+    constexpr uint32_t kBitsOfRound = 0x4b000000;
+    return __float_as_uint(__fmaf_rn(peak - x, bins_a_logit, 0x1p23f)) - kBitsOfRound;
+  }
+  // The least logit of bins before `bin`, but for roundings.
+  __device__ float Border(int bin) const {
+    return peak - (static_cast<float>(bin) - 0.5f) / bins_a_logit;
+  }
+  // A weight in the middle of the bin, in units of 2^-kMassBits.
+  static constexpr int kMassBits = 31;
+  __device__ uint32_t Middle(int bin) const {
+    return __float2uint_rz(Exp2(-static_cast<float>(bin) * log2_a_bin) * 0x1p31f);
   }
 };
 
-// The first look: adds the share of every key from `floor` up, of the block's part, to its bin, in
-// units of 2^-31 of the whole.
-constexpr float kShares = 0x1p31f;
-template <class Row>
-__device__ __forceinline__ void AddShares(const Row& row, const Part& part, Key floor,
-                                          const Weigher& weigh, uint64_t whole,
-                                          const MassBins& bin_of, DrawShared& s) {
-  const int lane = threadIdx.x % 32;
-  const float floor_logit = KeyLogit(floor);
-  const float peak = weigh.max;
-  const float unit = kShares * static_cast<float>(kWeightOne / static_cast<double>(whole));
-  const float log2e_over_temperature = kLog2E * weigh.inv_temperature;
-  row.EachCellOf(part.begin, part.end, [&]<class Element>(const LaneCell<Element>& x, int begin) {
-    const auto share_of = [&](int e) {
-      return __float2uint_rz(Exp2((x[e] - peak) * log2e_over_temperature) * unit);
-    };
-    bool ties = false;  // with the floor
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      const uint32_t share = share_of(e);
-      ties |= x[e] == floor_logit;
-      if (share != 0 && x[e] > floor_logit) atomicAdd(&s.bin_share[bin_of(x[e])], share);
-    }
-    if (!ties) return;
-#pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) {
-      if (x[e] == floor_logit && MakeKey(x[e], begin + CellIndex<Element>(lane, e)) >= floor)
-        atomicAdd(&s.bin_share[bin_of(x[e])], share_of(e));
-    }
-  });
-}
-
 // Leaves the first bin in which the last key of the prefix can be in s.found, the last one in
-// s.cell. By one warp.
-__device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_t need,
-                                              DrawShared& s) {
+// s.cell. No weight is more than half a bin from its bin's middle. But where many keys would be
+// between, the bins are some of those near the likely one. By one warp.
+__device__ __forceinline__ void FindMassBins(const NucleusAsk& ask, const MassBins& bin_of,
+                                             uint64_t need, DrawShared& s) {
   const int lane = threadIdx.x;
-  // Each share is rounded down, and off by the roundings of its exponential and of `whole`.
-  const uint64_t slack = static_cast<uint64_t>(vocab) + (uint64_t{1} << 15);
-  const uint64_t middle =
-      static_cast<uint64_t>(static_cast<double>(need) / static_cast<double>(whole) * kShares);
-  const uint64_t least = middle > slack ? middle - slack : 0;
-  const uint64_t most = middle + slack;
   constexpr int kPerLane = kMassBins / 32;
+  const auto mass = [&](int b) { return uint64_t{s.mass_bins[b]} * bin_of.Middle(b); };
   uint64_t own = 0;  // of the lane's bins; lanes begin at different banks
 #pragma unroll 8
-  for (int b = 0; b < kPerLane; ++b) own += s.bin_share[lane * kPerLane + (b + lane) % kPerLane];
+  for (int b = 0; b < kPerLane; ++b) own += mass(lane * kPerLane + (b + lane) % kPerLane);
   const uint64_t through = WarpPrefix(own, lane);
-  const auto find = [&](uint64_t share, int otherwise) {
+  const auto find = [&](uint64_t share) {
     const unsigned reached = __ballot_sync(kFullWarp, through >= share);
-    if (reached == 0) return otherwise;
+    if (reached == 0) return kMassBins - 1;
     const int part = __ffs(reached) - 1;
     const uint64_t before = __shfl_sync(kFullWarp, through - own, part);
-    return FindPrefixEnd(part * kPerLane, (part + 1) * kPerLane, before, share,
-                         [&](int b) -> uint64_t { return s.bin_share[b]; })
-        .index;
+    return FindPrefixEnd(part * kPerLane, (part + 1) * kPerLane, before, share, mass).index;
   };
-  const int first = find(least, kMassBins);
-  const int last = find(most, kMassBins - 1);
+  // No key below the floor counts, but some are in its bin, and all in later ones.
+  const int floor_bin = static_cast<int>(min(bin_of(KeyLogit(ask.floor)), kMassBins - 1u));
+  const uint64_t middle = need >> (kWeightBits - MassBins::kMassBits);
+  uint64_t slack =
+      static_cast<uint64_t>(static_cast<float>(middle) * 0.35f * bin_of.log2_a_bin) + kMaxVocab;
+  int first, last;
+#pragma unroll 1
+  for (int round = 0; round < 8; ++round) {
+    first = find(middle - min(middle, slack));
+    last = min(find(middle + slack), floor_bin);
+    uint32_t between = 0;
+    for (int b = first + lane; b <= last; b += 32) between += s.mass_bins[b];
+    if (__reduce_add_sync(kFullWarp, between) <= SmallPool::kPool / 4) break;
+    slack /= 2;
+  }
   if (lane == 0) {
     s.found = first;
     s.cell = last;
@@ -346,37 +330,34 @@ __device__ __forceinline__ void FindShareBins(int vocab, uint64_t whole, uint64_
 }
 
 // The second look, at the block's part: leaves the exact sums of what is above bin `first`, by
-// cells, in cell_sums, and the keys of bins [first, last] in the pool, which may overflow. Both are
-// those of the cluster's first block. Returns the thread's share of the sum.
+// cells, in cell_sums, and the places of what is in bins [first, last] in the pool, which may
+// overflow. Both are those of the cluster's first block. Returns the thread's share of the sum.
 template <class Row>
 __device__ __forceinline__ uint64_t SumAbove(const Row& row, const Part& part, Key floor,
                                              const Weigher& weigh, const MassBins& bin_of,
                                              int first, int last, SmallPool::Shared& pool,
                                              uint64_t* cell_sums) {
   const int lane = threadIdx.x % 32;
-  const float floor_logit = KeyLogit(floor);
+  // A tie with the floor is looked at again, wherever it is.
+  const float upper = fmaxf(bin_of.Border(first), KeyLogit(floor));
+  const float lower = fmaxf(bin_of.Border(last + 1), KeyLogit(floor));
   uint64_t above = 0;
   row.EachCellOf(part.begin, part.end, [&]<class Element>(const LaneCell<Element>& x, int begin) {
     WeightSum weights;
-    uint32_t between = 0;  // elements whose bin is neither above nor below
+    uint32_t between = 0;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
-      const int bin = bin_of(x[e]);
-      const bool is_above = bin < first && x[e] > floor_logit;
-      weights.Add(is_above ? weigh.BeforeRounding(x[e]) : 0.0f);
-      // A tie with the floor is looked at again, wherever it is.
-      if (bin <= last && x[e] >= floor_logit && !is_above) between |= 1u << e;
+      const bool is_above = x[e] > upper;
+      weights.Add(weigh.BeforeRounding(is_above ? x[e] : -kInfinity));  // without a branch
+      if (x[e] >= lower && !is_above) between |= 1u << e;
     }
-    uint64_t sum = weights.total();
 #pragma unroll 1
     for (; between != 0; between &= between - 1) {
-      const int i = begin + CellIndex<Element>(lane, __ffs(between) - 1);
-      const Key key = MakeKey(row[i], i);
-      if (key < floor) continue;
       const int at = atomicAdd(&pool.count, 1);
-      if (at < SmallPool::kPool) pool.pool[at] = key;
+      if (at < SmallPool::kPool)
+        pool.pool[at] = begin + CellIndex<Element>(lane, __ffs(between) - 1);
     }
-    sum = WarpSum(sum);
+    const uint64_t sum = WarpSum(weights.total());
     if (lane == 0) {
       cell_sums[begin / kCell] = sum;
       above += sum;
@@ -391,15 +372,22 @@ struct Nucleus {
   uint64_t total;
 };
 
-// The first look at the block's part. Called by all threads; ends with a barrier passed.
+// The first look: counts the keys of the block's part by bins, those below the floor as well.
+// Called by all threads; ends with a barrier passed.
 template <int kThreads, class Row>
-__device__ __forceinline__ void LookForBins(const Row& row, const Part& part, const NucleusAsk& ask,
+__device__ __forceinline__ void LookForBins(const Row& row, const Part& part,
                                             const MassBins& bin_of) {
   DrawShared& s = Finish().draw;
   __syncthreads();
-  for (int b = threadIdx.x; b < kMassBins; b += kThreads) s.bin_share[b] = 0;
+  for (int b = threadIdx.x; b < kMassBins; b += kThreads) s.mass_bins[b] = 0;
   __syncthreads();
-  AddShares(row, part, ask.floor, ask.weigh, ask.whole, bin_of, s);
+  row.EachCellOf(part.begin, part.end, [&]<class Element>(const LaneCell<Element>& x, int) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const uint32_t bin = bin_of(x[e]);
+      if (bin < kMassBins) atomicAdd(&s.mass_bins[bin], 1u);
+    }
+  });
   __syncthreads();
 }
 
@@ -427,7 +415,7 @@ __device__ __noinline__ void HelpWithNucleus(const Row& row, const Part& part,
   const NucleusAsk ask = Finish().draw.nucleus;
   if (ask.whole == 0) return;
   const MassBins bin_of(ask.weigh, row.vocab, ask.left_out);
-  LookForBins<kThreads>(row, part, ask, bin_of);
+  LookForBins<kThreads>(row, part, bin_of);
   ClusterArrive();
   ClusterWait();  // the first block adds up the bins
   ClusterArrive();
@@ -469,18 +457,18 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, const Part& part, Ke
     await_all();
   }
   const MassBins bin_of(weigh, row.vocab, ask.left_out);
-  LookForBins<kThreads>(row, part, ask, bin_of);
+  LookForBins<kThreads>(row, part, bin_of);
   if (part.blocks > 1) {
     await_all();
     for (int b = thread; b < kMassBins; b += kThreads) {
-      uint32_t share = s.bin_share[b];
-      for (int block = 1; block < part.blocks; ++block) share += *InBlock(&s.bin_share[b], block);
-      s.bin_share[b] = share;
+      uint32_t count = s.mass_bins[b];
+      for (int block = 1; block < part.blocks; ++block) count += *InBlock(&s.mass_bins[b], block);
+      s.mass_bins[b] = count;
     }
     __syncthreads();
   }
   if (thread < 32) {
-    FindShareBins(row.vocab, whole, need, s);
+    FindMassBins(ask, bin_of, need, s);
     __syncwarp();
     if (thread > 0 && thread < part.blocks) {
       *InBlock(&s.found, thread) = s.found;
@@ -491,7 +479,14 @@ __device__ __noinline__ Nucleus FindNucleus(const Row& row, const Part& part, Ke
   LookForSums(row, part, ask, bin_of, cell_sums);
   await_all();
   const uint64_t above = s.above;
-  if (pool.count > SmallPool::kPool || above >= need) return none;
+  const int between = pool.count;
+  if (between > SmallPool::kPool || above >= need) return none;
+  for (int i = thread; i < between; i += kThreads) {
+    const int token = static_cast<int>(pool.pool[i]);
+    pool.pool[i] = MakeKey(row[token], token);
+  }
+  __syncthreads();
+  CompactKeys<kThreads>(pool.pool, between, pool.count, [=](Key key) { return key >= floor; });
   EndInPool<kThreads>(above, need, Measure{weigh, /*counts=*/false});
   const Nucleus nucleus{s.key, s.mass};
   if (nucleus.last == kLowestKey) return none;

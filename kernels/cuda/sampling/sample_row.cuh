@@ -13,7 +13,7 @@ namespace logitd::cuda {
 
 constexpr int kListed = 128;     // tokens that come sorted
 constexpr int kDrawBins = 1024;  // of a histogram of keys
-constexpr int kMassBins = 4096;  // of a histogram of approximate mass
+constexpr int kMassBins = 4096;  // of a histogram that tells the mass approximately
 // Keys from about the k-th of a row up, in scratch, for a k to kMostFirst.
 constexpr int kFirstKeys = 16384;
 constexpr int kMostFirst = 12288;
@@ -73,7 +73,7 @@ struct NucleusAsk {
 struct DrawShared {
   union {
     uint64_t bin_mass[kDrawBins];
-    uint32_t bin_share[kMassBins];
+    uint32_t mass_bins[kMassBins];
     struct {  // once the bins are not needed
       Key sorted_pool[SmallPool::kPool];
       Key spare[SmallPool::kPool];
