@@ -33,17 +33,6 @@ namespace {
 
 // ---- partial: cells of logits ------------------------------------------------------------------
 
-// The cell at `first` of a row of `tokens` logits, aligned to 16 bytes; -inf after the last.
-__device__ inline void ReadCell(const float* row, int first, int tokens, int lane,
-                                LaneCell<float>& x) {
-#pragma unroll
-  for (int v = 0; v < kLaneElements / kVector<float>; ++v) {
-    const int at = first + (v * 32 + lane) * kVector<float>;
-    x.SetVector(v,
-                LoadVector(row + at, /*aligned=*/true, tokens - at, __float_as_uint(-kInfinity)));
-  }
-}
-
 struct TopKPartialParams {
   TensorView logits = {};                // [rows, tokens]; of one token where no cells are wanted
   const SoftmaxTopKRow* asks = nullptr;  // [rows]: k of the shard, entries [r * most_k, ...)
@@ -75,8 +64,9 @@ struct TopKPartialOp : RowOp {
                       log2e_over_temperature);
   }
   template <class Block>
-  __device__ void FinishBlock(const Params& p, int64_t r, const float* row,
+  __device__ void FinishBlock(const Params& p, int64_t r, const Part&,
                               const OpMemory<TopKPartialOp, Block>& memory) const {
+    const float* row = static_cast<const float*>(p.logits.data) + r * p.logits.row_stride;
     const int cells = p.max == nullptr ? 0 : CellsOf(static_cast<int>(p.logits.cols));
     for (int i = threadIdx.x; i < cells; i += Block::kThreads) {
       p.max[r * p.row_cells + i] = memory.cells[i].max;
