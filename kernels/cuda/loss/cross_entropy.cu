@@ -10,8 +10,8 @@
 //
 // Cost: reads rows * vocab * sizeof(T) once, writes 16 to 24 bytes a row. Limited by: HBM; options
 // and short rows by instructions (a softcap takes 14 to 24 an element), and then by the card's
-// power. Measured, bf16 (bench/results/h200/kernels_b3ca3a40.json): 8192 x 128256 91% of one read,
-// entropy 78%, softcap 76%; 8192 x 32000 89%; 65536 x 1000 69%; one row 5.9 us.
+// power. Measured, bf16 (bench/results/h200/kernels_a6bebcf6.json): 8192 x 128256 96% of one read,
+// entropy 80%, softcap 73%; 8192 x 32000 89%; 65536 x 1000 70%; one row 5.7 us.
 // Dropped: one loop for all options (spills); ranks by tensor cores; merging and concluding apart.
 #include <algorithm>
 #include <array>

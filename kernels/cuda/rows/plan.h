@@ -31,8 +31,8 @@ struct RowForm {
   int resident = 1;  // blocks that a multiprocessor has registers for
   bool warp_takes_row = false;
   bool rereads = false;  // half of row_bytes: out of L2, as far as it holds the rows under way
-  int most_blocks = 1;  // of a row, as a cluster
-  int least_cells = 1;  // of a row
+  int most_blocks = 1;   // of a row, as a cluster
+  int least_cells = 1;   // of a row
   int most_cells = 1 << 10;
   // Shared memory of a block: for all of it, for each cell of the row, for each cell of a block's
   // part.

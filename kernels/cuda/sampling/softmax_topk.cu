@@ -11,9 +11,9 @@
 // Limited by: HBM while a row is read; then by the chain of latencies that ends a row (floor,
 // second look, rank, merge), which other blocks hide only in part, few rows not at all:
 // instructions that a block runs once take some 10 cycles each. Short rows by instructions.
-// Measured on an H200 (bench/results/h200/kernels_b3ca3a40.json), of one read: 512 x 131072 k 64
-// f32 81%, bf16 68%; 65536 x 1000 f32 k 10 78%; 1, 16 and 64 rows of 131072 f32 k 64 7.6, 11.3 and
-// 17.9 us. Dropped: a pool inside the loop; blocks that meet in device
+// Measured on an H200 (bench/results/h200/kernels_a6bebcf6.json), of one read: 512 x 131072 k 64
+// f32 82%, bf16 68%; 65536 x 1000 f32 k 10 78%; 1, 16 and 64 rows of 131072 f32 k 64 7.4, 11.1 and
+// 17.5 us. Dropped: a pool inside the loop; blocks that meet in device
 // memory; a cluster's second look in the ring's memory; a cell of -inf before the row, to fetch the
 // loop early.
 #include <array>
