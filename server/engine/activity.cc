@@ -33,7 +33,9 @@ void Activity::Remove(int stream) {
 }
 
 void Activity::Begin(int stream, const OpTraits* op, int64_t now_ns, int as_many) {
-  const auto index = static_cast<size_t>(std::find(ops_.begin(), ops_.end(), op) - ops_.begin());
+  const auto named = std::find_if(ops_.begin(), ops_.end(),
+                                  [op](const OpTraits* of) { return of->name == op->name; });
+  const auto index = static_cast<size_t>(named - ops_.begin());
   MutexLock lock(mutex_);
   Running& running = streams_[static_cast<size_t>(stream)];
   running.op = index;

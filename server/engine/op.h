@@ -99,7 +99,7 @@ struct BatchView {
 
 // How an op travels through the engine. One static object per op, compared by address.
 struct OpTraits {
-  std::string_view name;            // label in metrics and logs
+  std::string_view name;            // label in metrics and logs; variants of an op share it
   absl::Span<const Array> inputs;   // besides the payload; a row of zero bytes = skip the row
   absl::Span<const Array> outputs;  // in the order in which the job gets them back
   // Null where the op is exclusive: JobSpec::call has it.

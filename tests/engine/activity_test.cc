@@ -33,6 +33,16 @@ TEST(ActivityTest, AStreamThatAlwaysWorksIsBusyAndItsRowsAreARate) {
   EXPECT_NEAR(view.ops[1].rows_per_s, 3000, 3000 * 0.01);  // half a slice of 10 ms
 }
 
+TEST(ActivityTest, AVariantOfAnOpCountsAsTheOpOfItsName) {
+  static constexpr OpTraits kVariant = {.name = "second", .rows_apart = true};
+  Activity activity(/*streams=*/1, kOps);
+  activity.Begin(0, &kVariant, kSecond);
+  activity.End(0, 7, 2 * kSecond);
+  const Activity::View view = activity.Read(2 * kSecond);
+  EXPECT_EQ(view.ops[0].rows_per_s, 0);
+  EXPECT_NEAR(view.ops[1].rows_per_s, 7, 1e-9);
+}
+
 TEST(ActivityTest, ASliceMayCountAsSeveralStreams) {
   Activity activity(/*streams=*/4, kOps);
   activity.Begin(0, &kFirst, kSecond, /*as_many=*/3);
