@@ -60,14 +60,21 @@ struct SampleArgs {
   const uint32_t* mask_words = nullptr;  // masks of all rows
   // False: no row has bias, penalties or a mask. It picks the variant, never the bits.
   bool edited = true;
-  int32_t* tokens = nullptr;        // [rows]
-  float* logprobs = nullptr;        // [rows], natural log, of the token
-  int32_t* ranks = nullptr;         // [rows], of the token, from 1; 0: not wanted
-  float* logsumexp = nullptr;       // [rows], natural log, of the row as sent
-  int32_t* top_ids = nullptr;       // [top entries]
-  float* top_logprobs = nullptr;    // [top entries]
-  float* extra_logprobs = nullptr;  // [extra entries], in the order of the ids
-  RowStatus* status = nullptr;      // [rows]
+  int32_t* tokens = nullptr;          // [rows]
+  float* logprobs = nullptr;          // [rows], natural log, of the token
+  int32_t* ranks = nullptr;           // [rows], of the token, from 1; 0: not wanted
+  float* logsumexp = nullptr;         // [rows], natural log, of the row as sent
+  int32_t* top_ids = nullptr;         // [top entries]
+  float* top_logprobs = nullptr;      // [top entries]
+  float* extra_logprobs = nullptr;    // [extra entries], in the order of the ids
+  RowStatus* status = nullptr;        // [rows]
+  int32_t* support_size = nullptr;    // [rows], tokens that can be drawn; 0 where not wanted
+  int32_t* support_ids = nullptr;     // [support entries]; -1 beyond the support
+  float* support_logprobs = nullptr;  // [support entries], of the distribution drawn from
+  float* entropies = nullptr;         // [rows], of the distribution drawn from; 0 where not wanted
+  float* raw_entropies = nullptr;     // [rows], of the row as sent; 0 where not wanted
+  int32_t* draw_tokens = nullptr;     // [draw entries], the draws after the first
+  float* draw_logprobs = nullptr;     // [draw entries]
 };
 
 // The arguments of the rows from `first` on. The logits stay as they are.
@@ -78,6 +85,9 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
   args.ranks += first;
   args.logsumexp += first;
   args.status += first;
+  args.support_size += first;
+  args.entropies += first;
+  args.raw_entropies += first;
   return args;
 }
 

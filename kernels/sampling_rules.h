@@ -19,41 +19,56 @@ namespace logitd {
 enum class LogprobMode : int32_t {
   kRaw = 0,        // as sent, at temperature 1
   kProcessed = 1,  // after the whole pipeline, renormalised over what may be drawn
+  kTempered = 2,   // as sent, at the row's temperature; as raw where it is 0
 };
 
 // Limits of one row.
 inline constexpr int32_t kMaxTopLogprobs = 128;
 inline constexpr int32_t kMaxExtraIds = 1024;
 inline constexpr int32_t kMaxHistory = 1 << 20;
+inline constexpr int32_t kMaxSupport = 1024;
+inline constexpr int32_t kMaxMoreDraws = 1023;
+inline constexpr int32_t kMaxWatermarkWidth = 16;
 
 // One row's parameters, and the places of its lists and answers. All bytes zero: the row is
 // skipped, and nothing is written for it.
 struct SampleRow {
-  uint64_t seed;              // the sequence of random numbers
-  uint64_t position;          // the place in it; a decode loop counts it up
-  int64_t first_history;      // history[first_history, first_history + history_count)
-  int64_t first_bias;         // bias[first_bias, first_bias + bias_count)
-  int64_t first_extra;        // extra_ids[first_extra, first_extra + extra_count)
-  int64_t first_mask_word;    // mask_words[first_mask_word, + MaskWords(vocab)); -1 = no mask
-  int64_t first_top_entry;    // answers [first_top_entry, first_top_entry + top_logprobs)
-  int64_t first_extra_entry;  // answers [first_extra_entry, first_extra_entry + extra_count)
-  int32_t active;             // 1; 0 = skip the row
-  float temperature;          // finite, >= 0; 0 = the highest logit, nothing random
-  int32_t top_k;              // >= -1; -1, 0, and vocab or more = off
-  float top_p;                // (0, 1]; 1 = off
-  float top_n_sigma;          // finite, >= 0; 0 = off
-  float min_p;                // [0, 1]; 0 = off
-  float repetition;           // finite, > 0; 1 = off
-  float presence;             // finite; 0 = off
-  float frequency;            // finite; 0 = off
-  int32_t history_count;      // 0..kMaxHistory; each token as often as it was seen
-  int32_t bias_count;         // 0..vocab
-  int32_t extra_count;        // 0..kMaxExtraIds
-  int32_t top_logprobs;       // 0..min(kMaxTopLogprobs, vocab)
+  uint64_t seed;                // the sequence of random numbers
+  uint64_t position;            // the place in it; a decode loop counts it up
+  int64_t first_history;        // history[first_history, first_history + history_count)
+  int64_t first_bias;           // bias[first_bias, first_bias + bias_count)
+  int64_t first_extra;          // extra_ids[first_extra, first_extra + extra_count)
+  int64_t first_mask_word;      // mask_words[first_mask_word, + MaskWords(vocab)); -1 = no mask
+  int64_t first_top_entry;      // answers [first_top_entry, first_top_entry + top_logprobs)
+  int64_t first_extra_entry;    // answers [first_extra_entry, first_extra_entry + extra_count)
+  int64_t first_support_entry;  // answers [first_support_entry, first_support_entry + want_support)
+  int64_t first_draw_entry;     // answers [first_draw_entry, first_draw_entry + more_draws)
+  uint64_t watermark_key;
+  int32_t active;         // 1; 0 = skip the row
+  float temperature;      // finite, >= 0; 0 = the highest logit, nothing random
+  int32_t top_k;          // >= -1; -1, 0, and vocab or more = off
+  float top_p;            // (0, 1]; 1 = off
+  float top_n_sigma;      // finite, >= 0; 0 = off
+  float min_p;            // [0, 1]; 0 = off
+  float repetition;       // finite, > 0; 1 = off
+  float presence;         // finite; 0 = off
+  float frequency;        // finite; 0 = off
+  float typical_p;        // (0, 1]; 1 = off
+  float xtc_threshold;    // [0, 1]
+  float xtc_probability;  // [0, 1]; 0 = off
+  int32_t history_count;  // 0..kMaxHistory; each token as often as it was seen
+  int32_t prompt_tokens;  // 0..history_count: only repetition counts the first so many
+  int32_t bias_count;     // 0..vocab
+  int32_t extra_count;    // 0..kMaxExtraIds
+  int32_t top_logprobs;   // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
-  bool want_rank;  // the token's rank is reported; it may cost a further look at the row
+  int32_t want_support;     // 0..min(kMaxSupport, vocab)
+  int32_t more_draws;       // 0..kMaxMoreDraws, after the first
+  int32_t watermark_width;  // 0..kMaxWatermarkWidth; 0 = off
+  bool want_rank;           // the token's rank is reported; it may cost a further look at the row
+  bool want_entropy;        // both entropies are reported
 };
-static_assert(sizeof(SampleRow) == 128);
+static_assert(sizeof(SampleRow) == 176);
 
 inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
 // The parameters of a row: name on the wire, member, default, allowed range.
@@ -65,11 +80,26 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"top_p", &SampleRow::top_p, 1, {.low = 0, .high = 1, .above_low = true}},
     {"top_n_sigma", &SampleRow::top_n_sigma, 0, kZeroOrMore},
     {"min_p", &SampleRow::min_p, 0, {.low = 0, .high = 1}},
+    {"typical_p", &SampleRow::typical_p, 1, {.low = 0, .high = 1, .above_low = true}},
+    {"xtc_threshold", &SampleRow::xtc_threshold, 0.1f, {.low = 0, .high = 1}},
+    {"xtc_probability", &SampleRow::xtc_probability, 0, {.low = 0, .high = 1}},
+    {"prompt_tokens", &SampleRow::prompt_tokens, 0, {.low = 0, .high = kMaxHistory}},
     {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
     {"presence_penalty", &SampleRow::presence, 0, kFinite},
     {"frequency_penalty", &SampleRow::frequency, 0, kFinite},
     {"top_logprobs", &SampleRow::top_logprobs, 0, kTopLogprobs},
-    {"logprob_mode", &SampleRow::logprob_mode, 0, {.low = 0, .high = 1, .names = "raw, processed"}},
+    {"logprob_mode",
+     &SampleRow::logprob_mode,
+     0,
+     {.low = 0, .high = 2, .names = "raw, processed, tempered"}},
+    {"want_support",
+     &SampleRow::want_support,
+     0,
+     {.low = 0, .high = kMaxSupport, .up_to_vocab = true}},
+    {"want_entropy", &SampleRow::want_entropy, 0, {.low = 0, .high = 1}},
+    {"more_draws", &SampleRow::more_draws, 0, {.low = 0, .high = kMaxMoreDraws}},
+    {"watermark_key", &SampleRow::watermark_key, 0, kFinite},
+    {"watermark_width", &SampleRow::watermark_width, 0, {.low = 0, .high = kMaxWatermarkWidth}},
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 

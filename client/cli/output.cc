@@ -128,6 +128,25 @@ std::string Table(const SampleOutput& output) {
       absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
                             a.extra_logprobs(static_cast<int>(e)));
     }
+    if (a.draw_count_size() > 0) {
+      for (int64_t e = result.draw_offsets[row]; e < result.draw_offsets[row + 1]; ++e) {
+        const int entry = static_cast<int>(e);
+        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "draw", a.draw_tokens(entry), "",
+                              a.draw_logprobs(entry));
+      }
+    }
+    if (a.support_count_size() > 0) {
+      absl::StrAppendFormat(&out, "%6s %8s of %d tokens\n", "support", "", a.support_size(row));
+      for (int64_t e = result.support_offsets[row]; e < result.support_offsets[row + 1]; ++e) {
+        const int entry = static_cast<int>(e);
+        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "", a.support_ids(entry), "",
+                              a.support_logprobs(entry));
+      }
+    }
+    if (a.entropies_size() > 0) {
+      absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g raw %.6g\n", "entropy", "", "",
+                            a.entropies(row), a.raw_entropies(row));
+    }
   }
   out += TimingsLine(a.timings());
   absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n", Time(result.round_trip),

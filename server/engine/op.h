@@ -18,7 +18,7 @@ namespace logitd::engine {
 // An axis is what an op's arrays have elements for: axis 0 is the rows; the others (answers, ids of
 // lists, words of masks, ...) are the op's own.
 inline constexpr size_t kRowAxis = 0;
-inline constexpr size_t kMaxAxes = 10;
+inline constexpr size_t kMaxAxes = 12;
 inline constexpr size_t kMaxArrays = 16;  // inputs of an op, or outputs
 
 // A number for each axis: of elements, or of the first element. Axes that an op does not have are

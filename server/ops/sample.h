@@ -24,6 +24,8 @@ enum SampleAxis : size_t {
   kSampleMaskWords,
   kSampleTopEntries,
   kSampleExtraEntries,
+  kSampleSupportEntries,
+  kSampleDrawEntries,
   kSampleAxes
 };
 
@@ -43,9 +45,18 @@ inline constexpr engine::Output<RowStatus> kSampleStatus{4, kSampleRows};
 inline constexpr engine::Output<int32_t> kSampleTopIds{5, kSampleTopEntries};
 inline constexpr engine::Output<float> kSampleTopLogprobs{6, kSampleTopEntries};
 inline constexpr engine::Output<float> kSampleExtraLogprobs{7, kSampleExtraEntries};
+inline constexpr engine::Output<int32_t> kSampleSupportSizes{8, kSampleRows};
+inline constexpr engine::Output<int32_t> kSampleSupportIds{9, kSampleSupportEntries};
+inline constexpr engine::Output<float> kSampleSupportLogprobs{10, kSampleSupportEntries};
+inline constexpr engine::Output<float> kSampleEntropies{11, kSampleRows};
+inline constexpr engine::Output<float> kSampleRawEntropies{12, kSampleRows};
+inline constexpr engine::Output<int32_t> kSampleDrawTokens{13, kSampleDrawEntries};
+inline constexpr engine::Output<float> kSampleDrawLogprobs{14, kSampleDrawEntries};
 inline constexpr auto kSampleOutputs =
     engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
-                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs);
+                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes,
+                     kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
+                     kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs);
 
 // The arguments of a batch of sample; of verify, those for its rows.
 inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
@@ -64,7 +75,14 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .top_ids = batch.Out(kSampleTopIds),
           .top_logprobs = batch.Out(kSampleTopLogprobs),
           .extra_logprobs = batch.Out(kSampleExtraLogprobs),
-          .status = batch.Out(kSampleStatus)};
+          .status = batch.Out(kSampleStatus),
+          .support_size = batch.Out(kSampleSupportSizes),
+          .support_ids = batch.Out(kSampleSupportIds),
+          .support_logprobs = batch.Out(kSampleSupportLogprobs),
+          .entropies = batch.Out(kSampleEntropies),
+          .raw_entropies = batch.Out(kSampleRawEntropies),
+          .draw_tokens = batch.Out(kSampleDrawTokens),
+          .draw_logprobs = batch.Out(kSampleDrawLogprobs)};
 }
 
 // A bit of JobSpec::wanted: some row may need more than a few of its first tokens. The other rows
@@ -98,6 +116,8 @@ inline constexpr RowPlace<SampleRow> kSamplePlaces[] = {
     {kSampleMaskWords, &SampleRow::first_mask_word},
     {kSampleTopEntries, &SampleRow::first_top_entry, &SampleRow::top_logprobs},
     {kSampleExtraEntries, &SampleRow::first_extra_entry, &SampleRow::extra_count},
+    {kSampleSupportEntries, &SampleRow::first_support_entry, &SampleRow::want_support},
+    {kSampleDrawEntries, &SampleRow::first_draw_entry, &SampleRow::more_draws},
 };
 
 // The rows of one job and their lists: see job_rows.h.

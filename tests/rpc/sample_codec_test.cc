@@ -351,15 +351,40 @@ absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
-// Outputs of WithLists() and 2 and 0 top tokens.
+// Has the request ask for what Outputs holds beside its lists; no draws.
+template <typename Request>
+void AskForAll(Request& request) {
+  for (int n : {2, 0}) request.add_top_logprobs(n);
+  for (int n : {3, 1}) request.add_want_support(n);
+  for (bool want : {true, false}) request.add_want_entropy(want);
+}
+
+// Outputs of two rows with 2 extra ids each that AskForAll, and of one further draw of the first.
 struct Outputs {
   std::vector<int32_t> tokens = {3, -1}, ranks = {1, 0}, top_ids = {3, 4}, accepted = {1};
   std::vector<float> logprobs = {-0.5f, -INFINITY}, logsumexp = {2.5f, NAN},
                      top_logprobs = {-0.5f, -1.5f}, extra = {-1, -2, -3, -4};
+  // Two tokens can be drawn in the first row, none in the second: what is left is unused.
+  std::vector<int32_t> support_size = {2, 0}, support_ids = {3, 4, -1, -1}, draw_tokens = {4};
+  std::vector<float> support_logprobs = {-0.5f, -1.5f, -INFINITY, -INFINITY},
+                     entropies = {0.25f, 0}, raw_entropies = {0.75f, 0}, draw_logprobs = {-1.5f};
   std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 17}};
-  const std::vector<absl::Span<const std::byte>> spans = {
-      Bytes(tokens),  Bytes(logprobs),     Bytes(ranks), Bytes(logsumexp), Bytes(status),
-      Bytes(top_ids), Bytes(top_logprobs), Bytes(extra), Bytes(accepted)};
+  const std::vector<absl::Span<const std::byte>> spans = {Bytes(tokens),
+                                                          Bytes(logprobs),
+                                                          Bytes(ranks),
+                                                          Bytes(logsumexp),
+                                                          Bytes(status),
+                                                          Bytes(top_ids),
+                                                          Bytes(top_logprobs),
+                                                          Bytes(extra),
+                                                          Bytes(support_size),
+                                                          Bytes(support_ids),
+                                                          Bytes(support_logprobs),
+                                                          Bytes(entropies),
+                                                          Bytes(raw_entropies),
+                                                          Bytes(draw_tokens),
+                                                          Bytes(draw_logprobs),
+                                                          Bytes(accepted)};
 };
 
 template <typename Response>
@@ -375,12 +400,19 @@ void ExpectOutputs(const Response& response) {
   EXPECT_THAT(response.top_logprobs(), ElementsAre(-0.5f, -1.5f));
   EXPECT_THAT(response.extra_count(), ElementsAre(2, 2));
   EXPECT_THAT(response.extra_logprobs(), ElementsAre(-1, -2, -3, -4));
+  EXPECT_THAT(response.support_size(), ElementsAre(2, 0));
+  EXPECT_THAT(response.support_count(), ElementsAre(2, 0));
+  EXPECT_THAT(response.support_ids(), ElementsAre(3, 4));
+  EXPECT_THAT(response.support_logprobs(), ElementsAre(-0.5f, -1.5f));
+  EXPECT_THAT(response.entropies(), ElementsAre(0.25f, 0));
+  EXPECT_THAT(response.raw_entropies(), ElementsAre(0.75f, 0));
   EXPECT_EQ(response.timings().total_ns(), 9);
 }
 
 TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::SampleRequest request = WithLists();
-  for (int n : {2, 0}) request.add_top_logprobs(n);
+  AskForAll(request);
+  for (int n : {1, 0}) request.add_more_draws(n);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
@@ -394,6 +426,9 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
   ExpectOutputs(response);
+  EXPECT_THAT(response.draw_count(), ElementsAre(1, 0));
+  EXPECT_THAT(response.draw_tokens(), ElementsAre(4));
+  EXPECT_THAT(response.draw_logprobs(), ElementsAre(-1.5f));
   EXPECT_EQ(response.SerializeAsString(), bytes);
 }
 
@@ -417,8 +452,8 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   ParsedVerify p(Drafts());
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.key.op, &ops::kVerifyTraits);
-  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
-  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 20, 30, 40});
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
+  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 0, 0, 20, 30, 40});
   const auto sequences = As<VerifySequence>(arrays[ops::kVerifyInSequences.index]);
   EXPECT_EQ(sequences[0].first_row, 10);
   EXPECT_EQ(sequences[1].first_row, 13);
@@ -502,7 +537,7 @@ TEST(VerifyCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::VerifyRequest request = Plain<v1::VerifyRequest>(2, 40);
   request.add_sequence_rows(2);
   request.add_drafts(3);
-  for (int n : {2, 0}) request.add_top_logprobs(n);
+  AskForAll(request);
   for (int id : {8, 9}) request.add_extra_ids(id);
   ParsedVerify p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;

@@ -148,7 +148,19 @@ def result_of(
     else:
         for name in ("tokens", "logprobs", "ranks") + (("accepted",) if kind == "verify" else ()):
             found[name] = values[name]
+        for name in ("support_size", "entropies", "raw_entropies"):
+            found[name] = values[name] if arrays[name].size else None
+        for name, counts in _wanted_lists(kind).items():
+            found[name] = ragged(name, counts) if arrays[counts].size else None
+        if kind == "verify":
+            found["draw_tokens"] = found["draw_logprobs"] = None
     return _KINDS[kind](**found)
+
+
+def _wanted_lists(kind: str) -> Dict[str, str]:
+    """Lists of Sample and Verify that an answer has only where a row wants them, and the names of their counts."""
+    support = {"support_ids": "support_count", "support_logprobs": "support_count"}
+    return support if kind == "verify" else {**support, "draw_tokens": "draw_count", "draw_logprobs": "draw_count"}
 
 
 def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None:
@@ -160,8 +172,12 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
         lists = {"top_ids": "top_count", "top_logprobs": "top_count", "extra_logprobs": "extra_count"}
         names = ("losses", "target_logprobs") if kind == "score" else ("tokens", "logprobs", "ranks")
         sizes.update({name: rows for name in (*names, "top_count", "extra_count")})
-    if kind == "score":
-        sizes.update({name: rows for name in ("ranks", "entropies") if arrays[name].size})
+    wanted = ("ranks", "entropies")
+    if kind in ("sample", "verify"):
+        wanted = ("support_size", "entropies", "raw_entropies", *set(_wanted_lists(kind).values()))
+        lists.update(_wanted_lists(kind))
+    if kind != "top_k":
+        sizes.update({name: rows for name in wanted if arrays[name].size})
     sizes.update({name: int(arrays[counts].sum()) for name, counts in lists.items()})
     for name, size in sizes.items():
         if arrays[name].size != size or any(arrays[counts].min(initial=0) < 0 for counts in lists.values()):

@@ -34,7 +34,7 @@ TokenLists = Union[Sequence[Int], Sequence[Sequence[Int]], Sequence[Array], Arra
 Probabilities = Union[Float, Sequence[Float], Sequence[Sequence[Float]], Sequence[Array], Array, "Ragged[Any]"]
 """One after another, or a list per draft."""
 DType = Literal["f32", "f16", "bf16"]
-LogprobMode = Literal["raw", "processed"]
+LogprobMode = Literal["raw", "processed", "tempered"]
 Smoothing = Literal["torch", "megatron"]
 DraftKind = Literal["greedy", "list", "dense"]
 Biases = Union[Mapping[int, Float], Sequence[Optional[Mapping[int, Float]]]]
@@ -83,6 +83,13 @@ class SamplingParams(TypedDict, total=False):
     top_n_sigma: Floats
     """Per row, 0 or more. Drops tokens whose logit is more than n standard deviations of the row's logits below the
     highest; 0 is off; default 0."""
+    typical_p: Floats
+    """Per row, above 0, to 1. Keeps the tokens whose -ln p is nearest to the entropy, until their mass reaches it;
+    default 1."""
+    xtc_threshold: Floats
+    """Per row, 0 to 1. The share of the mass from which xtc_probability removes tokens; default 0.1."""
+    xtc_probability: Floats
+    """Per row, 0 to 1. The chance to remove all tokens from xtc_threshold up but the least probable; default 0."""
     min_p: Floats
     """Per row, 0 to 1. Drops tokens below this share of the highest probability; default 0."""
     repetition_penalty: Floats
@@ -94,9 +101,13 @@ class SamplingParams(TypedDict, total=False):
     top_logprobs: Ints
     """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
     logprob_mode: Union[LogprobMode, Sequence[LogprobMode]]
-    """Per row. Log-probabilities of the row as sent ("raw"), or after every step ("processed"); default "raw"."""
+    """Per row. Log-probabilities of the row as sent ("raw"), after every step ("processed"), or as sent and divided by
+    the temperature ("tempered"); default "raw"."""
     history: TokenLists
     """Tokens so far; the penalties use them."""
+    prompt_tokens: Ints
+    """Per row. How many of the history's first tokens are the prompt, which presence_penalty and frequency_penalty do
+    not count; default 0."""
     logit_bias: Biases
     """{token id: bias} for all rows, or one dict (or None) per row. Added to the logit; -inf bans the token."""
     extra_ids: TokenLists
@@ -108,6 +119,16 @@ class SamplingParams(TypedDict, total=False):
     """Per row, which of the M masks holds; -1: every token is allowed. Not needed where M is 1 or N."""
     want_rank: Union[bool, Sequence[bool], Array]
     """Per row. Report the token's rank; default False."""
+    want_support: Ints
+    """Per row, 0 to min(1024, V). Report at most so many of the tokens that can be drawn; default 0."""
+    want_entropy: Union[bool, Sequence[bool], Array]
+    """Per row. Report the entropies of the distribution drawn from and of the row as sent; default False."""
+    more_draws: Ints
+    """Per row, 0 to 1023. Tokens to draw besides the first, each with random bits of its own; default 0."""
+    watermark_key: Ints
+    """Per row, 0 to 2^64-1. Key of the watermark, which takes the seed's place."""
+    watermark_width: Ints
+    """Per row, 0 to 16. Last tokens of the history that the watermark depends on; 0 is off; default 0."""
 
 
 class SampleParams(InputParams, SamplingParams, total=False):

@@ -157,6 +157,20 @@ class SampleResult(_Rows):
     """float32, of top_ids; -inf for tokens that cannot be drawn."""
     extra_logprobs: Ragged[np.float32]
     """float32, of the request's extra_ids, in their order."""
+    support_size: Optional[Int32s]
+    """[N] int32, how many tokens could be drawn; this and the next two are None where no row wants its support."""
+    support_ids: Optional[Ragged[np.int32]]
+    """int32, the first of them, as many as `want_support` asked for, highest logit first."""
+    support_logprobs: Optional[Ragged[np.float32]]
+    """float32, of support_ids, of the distribution that the token was drawn from."""
+    entropies: Optional[Float32s]
+    """[N] float32, nats, of the distribution that the token was drawn from; None where not wanted."""
+    raw_entropies: Optional[Float32s]
+    """[N] float32, nats, of the row as sent; None where not wanted."""
+    draw_tokens: Optional[Ragged[np.int32]]
+    """int32, the `more_draws` after the first, which is in tokens; None where no row has any."""
+    draw_logprobs: Optional[Ragged[np.float32]]
+    """float32, of draw_tokens."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ inline constexpr size_t kMaxFixedBytes =
     3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads of WriteStatus and WriteTimings
 
 // The bytes of an answer with all output arrays of `spec`, written by any function of this file,
-// and two counts for each row. A RowStatus takes less in the answer than in its array, which makes
+// and four counts for each row. A RowStatus takes less in the answer than in its array, which makes
 // room for larger counts.
 inline int64_t MaxAnswerBytes(const engine::JobSpec& spec) {
   constexpr size_t kMaxCountBytes = 2;  // below 2^14
-  const size_t heads = (spec.key.op->outputs.size() + 2) * kMaxLengthHead;
+  const size_t heads = (spec.key.op->outputs.size() + 4) * kMaxLengthHead;
   return spec.size.answer_bytes +
-         static_cast<int64_t>(2 * kMaxCountBytes * spec.rows() + heads + kMaxFixedBytes);
+         static_cast<int64_t>(4 * kMaxCountBytes * spec.rows() + heads + kMaxFixedBytes);
 }
 
 // A packed field of fixed-width values. No values: no field.

@@ -1,5 +1,6 @@
 #include "server/rpc/codecs/sample_codec.h"
 
+#include <algorithm>
 #include <utility>
 #include <variant>
 
@@ -13,6 +14,7 @@ namespace {
 
 static_assert(v1::LOGPROB_MODE_RAW == static_cast<int>(LogprobMode::kRaw));
 static_assert(v1::LOGPROB_MODE_PROCESSED == static_cast<int>(LogprobMode::kProcessed));
+static_assert(v1::LOGPROB_MODE_TEMPERED == static_cast<int>(LogprobMode::kTempered));
 
 constexpr RowList<SampleRow> kHistory = {"history", "history_count", &SampleRow::first_history,
                                          &SampleRow::history_count};
@@ -74,6 +76,11 @@ absl::Status BuildMasks(Pieces pieces, const SampleFields& fields, int64_t vocab
   return absl::OkStatus();
 }
 
+// The tokens that a row reports of its support: as many as there are and as it asks for.
+int32_t SupportCount(const SampleRow& row, int32_t size) {
+  return std::min(row.want_support, size);
+}
+
 }  // namespace
 
 absl::Status ParseSampleFields(Pieces pieces, size_t max_list, SampleFields* fields) {
@@ -123,6 +130,45 @@ void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& ans
   WriteTimings(writer, Response::kTimingsFieldNumber, times);
 }
 
+void WriteSampleWanted(const ops::SampleRows& rows, const engine::JobAnswer& answer,
+                       WireWriter& writer) {
+  using Response = v1::SampleResponse;
+  const auto any = [&](auto wants) {
+    return std::any_of(rows.rows.begin(), rows.rows.end(), wants);
+  };
+  if (any([](const SampleRow& row) { return row.want_support > 0; })) {
+    const auto sizes = answer.Out(ops::kSampleSupportSizes);
+    WriteArray(writer, Response::kSupportSizeFieldNumber, sizes);
+    WriteVarints(writer, Response::kSupportCountFieldNumber, rows.rows, [&](const SampleRow& row) {
+      return SupportCount(row, sizes[&row - rows.rows.data()]);
+    });
+    const auto entries = [&](uint32_t number, auto output) {
+      const auto values = answer.Out(output);
+      size_t count = 0;
+      for (size_t r = 0; r < sizes.size(); ++r) count += SupportCount(rows.rows[r], sizes[r]);
+      if (count == 0) return;
+      writer.LengthHead(number, count * sizeof(values[0]));
+      size_t first = 0;
+      for (size_t r = 0; r < sizes.size(); ++r) {
+        writer.Raw(values.data() + first, SupportCount(rows.rows[r], sizes[r]) * sizeof(values[0]));
+        first += rows.rows[r].want_support;
+      }
+    };
+    entries(Response::kSupportIdsFieldNumber, ops::kSampleSupportIds);
+    entries(Response::kSupportLogprobsFieldNumber, ops::kSampleSupportLogprobs);
+  }
+  if (any([](const SampleRow& row) { return row.want_entropy; })) {
+    WriteArray(writer, Response::kEntropiesFieldNumber, answer.Out(ops::kSampleEntropies));
+    WriteArray(writer, Response::kRawEntropiesFieldNumber, answer.Out(ops::kSampleRawEntropies));
+  }
+  if (any([](const SampleRow& row) { return row.more_draws > 0; })) {
+    WriteVarints(writer, Response::kDrawCountFieldNumber, rows.rows,
+                 [](const SampleRow& row) { return row.more_draws; });
+    WriteArray(writer, Response::kDrawTokensFieldNumber, answer.Out(ops::kSampleDrawTokens));
+    WriteArray(writer, Response::kDrawLogprobsFieldNumber, answer.Out(ops::kSampleDrawLogprobs));
+  }
+}
+
 absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {
   SampleFields fields;
   LOGITD_RETURN_IF_ERROR(ParseSampleFields(pieces, static_cast<size_t>(max_rows), &fields));
@@ -134,8 +180,10 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
 }
 
 EncodedMessage SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
-  return EncodedMessage::Make(
-      answer_bytes_, [&](WireWriter& writer) { WriteSampleAnswer(rows_, answer, times, writer); });
+  return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
+    WriteSampleAnswer(rows_, answer, times, writer);
+    WriteSampleWanted(rows_, answer, writer);
+  });
 }
 
 }  // namespace logitd::rpc

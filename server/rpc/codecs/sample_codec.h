@@ -58,6 +58,9 @@ absl::Status BuildSampleRows(Pieces pieces, const LogitsOrHidden& input, SampleF
 // Fields 1 to 15 of a SampleResponse.
 void WriteSampleAnswer(const ops::SampleRows& rows, const engine::JobAnswer& answer,
                        const CallTimes& times, WireWriter& writer);
+// Fields 31 on, which an answer has only where a row asks for them.
+void WriteSampleWanted(const ops::SampleRows& rows, const engine::JobAnswer& answer,
+                       WireWriter& writer);
 
 class SampleCodec final : public RowCodec<ops::SampleRows> {
  public:

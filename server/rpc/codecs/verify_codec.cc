@@ -21,6 +21,8 @@ using Response = v1::VerifyResponse;
 static_assert(Response::kTokensFieldNumber == int{v1::SampleResponse::kTokensFieldNumber});
 static_assert(Response::kTopIdsFieldNumber == int{v1::SampleResponse::kTopIdsFieldNumber});
 static_assert(Response::kTimingsFieldNumber == int{v1::SampleResponse::kTimingsFieldNumber});
+static_assert(Response::kSupportIdsFieldNumber == int{v1::SampleResponse::kSupportIdsFieldNumber});
+static_assert(Response::kEntropiesFieldNumber == int{v1::SampleResponse::kEntropiesFieldNumber});
 static_assert(v1::DRAFT_KIND_GREEDY == static_cast<int>(DraftKind::kGreedy));
 static_assert(v1::DRAFT_KIND_LIST == static_cast<int>(DraftKind::kList));
 static_assert(v1::DRAFT_KIND_DENSE == static_cast<int>(DraftKind::kDense));
@@ -164,6 +166,7 @@ EncodedMessage VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTi
     WriteSampleAnswer(rows_, answer, times, writer);
     WriteVarints(writer, Response::kAcceptedFieldNumber, answer.Out(ops::kVerifyAccepted),
                  [](int32_t accepted) { return accepted; });
+    WriteSampleWanted(rows_, answer, writer);
   });
 }
 

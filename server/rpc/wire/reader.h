@@ -46,7 +46,7 @@ using BoolList = absl::InlinedVector<bool, 2>;  // varints
 
 // One such list of several, each with values of its own type.
 using AnyList = std::variant<Int32List, Uint64List, FloatList, BoolList>;
-inline constexpr size_t kMaxParams = 16;  // of a row, without an allocation
+inline constexpr size_t kMaxParams = 24;  // of a row, without an allocation
 using AnyLists = absl::InlinedVector<AnyList, kMaxParams>;
 template <typename M>
 struct ListOf {
