@@ -61,8 +61,8 @@ absl::Status CheckBiases(const SampleRequest& request, size_t r) {
 absl::Status CheckLists(const SampleRequest& request, size_t r) {
   const SampleRow& row = request.params[r];
   const int64_t vocab = request.vocab;
-  LOGITD_RETURN_IF_ERROR(CheckInt("prompt_tokens", r, row.prompt_tokens, 0, row.history_count));
   LOGITD_RETURN_IF_ERROR(CheckHistory(request, r));
+  LOGITD_RETURN_IF_ERROR(CheckInt("prompt_tokens", r, row.prompt_tokens, 0, row.history_count));
   LOGITD_RETURN_IF_ERROR(CheckBiases(request, r));
   LOGITD_RETURN_IF_ERROR(CheckSlice("extra_ids", r, row.first_extra, row.extra_count, kMaxExtraIds,
                                     request.extra_ids.size()));

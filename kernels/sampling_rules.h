@@ -57,7 +57,7 @@ struct SampleRow {
   float xtc_threshold;    // [0, 1]
   float xtc_probability;  // [0, 1]; 0 = off
   int32_t history_count;  // 0..kMaxHistory; each token as often as it was seen
-  int32_t prompt_tokens;  // 0..history_count: only repetition counts the first so many
+  int32_t prompt_tokens;  // 0..history_count: the first of the history, only repetition's
   int32_t bias_count;     // 0..vocab
   int32_t extra_count;    // 0..kMaxExtraIds
   int32_t top_logprobs;   // 0..min(kMaxTopLogprobs, vocab)
@@ -106,8 +106,9 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // The steps. With x the row as sent, in this order:
 //
 //   bias         x_i += value
-//   penalties    for each token in the history, seen `count` times:
-//                x = x > 0 ? x / repetition : x * repetition; x -= frequency * count; x -= presence
+//   penalties    for each token in the history:
+//                x = x > 0 ? x / repetition : x * repetition; then, where it was seen `count` >= 1
+//                times after the prompt, x -= frequency * count; x -= presence
 //   mask         x_i = -inf where bit i is 0 (bit i % 32, least significant first, of word i/32)
 //   temperature  z = x / temperature; max is the largest z
 //   top_n_sigma  keeps x_i >= max x - top_n_sigma * sigma, with sigma the standard deviation of the
@@ -228,18 +229,34 @@ constexpr float RoundedProduct(float a, float b) {
 #endif
 }
 
+// A token's sightings: how often it was seen after the prompt, and kSeenInPrompt where it is in the
+// prompt. They fit in 21 bits: a row with a prompt has at most kMaxHistory - 1 other tokens.
+inline constexpr uint32_t kSeenInPrompt = kMaxHistory;
+static_assert(std::has_single_bit(kSeenInPrompt));
+
+// The sighting at place i of the history. kSeenInPrompt is set, once or more often; others add up.
+constexpr uint32_t SightingAt(int32_t i, int32_t prompt_tokens) {
+  return i < prompt_tokens ? kSeenInPrompt : 1;
+}
+
 struct Penalties {
   float repetition;
   float presence;
   float frequency;
+  uint32_t count_bits;  // of sightings: without a prompt, a count may be kSeenInPrompt
 
   constexpr explicit Penalties(const SampleRow& ask)
-      : repetition(ask.repetition), presence(ask.presence), frequency(ask.frequency) {}
+      : repetition(ask.repetition),
+        presence(ask.presence),
+        frequency(ask.frequency),
+        count_bits(ask.prompt_tokens > 0 ? kSeenInPrompt - 1 : ~0u) {}
 
-  // The logit of a token that was seen `count` times.
-  constexpr float Of(float x, uint32_t count) const {
-    if (count == 0) return x;
+  // The logit of a token with these sightings.
+  constexpr float Of(float x, uint32_t sightings) const {
+    if (sightings == 0) return x;
     x = x > 0 ? x / repetition : RoundedProduct(x, repetition);
+    const uint32_t count = sightings & count_bits;
+    if (count == 0) return x;
     return BanIfNan(x - RoundedProduct(frequency, static_cast<float>(count))) - presence;
   }
 };

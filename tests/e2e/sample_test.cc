@@ -88,6 +88,27 @@ TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   EXPECT_EQ(response.status(4), v1::ROW_STATUS_EMPTY_SUPPORT);
 }
 
+TEST_P(SampleTransportTest, PresenceAndFrequencyDoNotCountThePrompt) {
+  std::vector<float> logits;
+  for (int r = 0; r < 3; ++r) {
+    for (const float x : {5.f, 4.f, 3.f}) logits.push_back(x);
+  }
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 3);
+  request.add_temperature(0);
+  for (int id : {0, 0, 1}) request.add_history(id);
+  request.add_presence_penalty(0.75);
+  request.add_frequency_penalty(1);
+  // 5 - 2.75, 4 - 1.75, 3; 5 - 1.75, 4 - 1.75, 3; 5, 4, 3
+  for (int n : {0, 1, 3}) request.add_prompt_tokens(n);
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(2, 0, 0));
+  request.set_prompt_tokens(2, 4);
+  EXPECT_THAT(Sample(*stub_, request, &response).error_message(),
+              HasSubstr("prompt_tokens: got 4 at row 2, allowed 0..3"));
+}
+
 TEST_P(SampleTransportTest, ABadRowAffectsNoOtherRow) {
   std::vector<float> logits = Normal(300, 3);
   v1::SampleRequest request = Of<v1::SampleRequest>(logits, 3);

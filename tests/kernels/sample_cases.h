@@ -50,6 +50,7 @@ struct SampleAsk {
   float repetition = 1;
   float presence = 0;
   float frequency = 0;
+  int32_t prompt_tokens = 0;
   int32_t top_logprobs = 0;
   bool processed = false;  // log-probabilities of the processed logits
   bool want_rank = true;
@@ -83,6 +84,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.repetition = ask.repetition;
   row.presence = ask.presence;
   row.frequency = ask.frequency;
+  row.prompt_tokens = ask.prompt_tokens;
   row.top_logprobs = ask.top_logprobs;
   row.logprob_mode = ask.processed ? LogprobMode::kProcessed : LogprobMode::kRaw;
   row.want_rank = ask.want_rank;
@@ -223,6 +225,60 @@ inline const std::vector<SampleClaim>& SampleSigmaClaims() {
        .ask = {.position = kAt003, .top_n_sigma = 100, .top_logprobs = 4, .processed = true},
        .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
        .top_logprobs = {0, -30.4f, -kInf, -kInf}},
+      // clang-format on
+  };
+  return claims;
+}
+
+// A history whose first tokens are the prompt.
+inline const std::vector<SampleClaim>& SamplePromptClaims() {
+  static const float ln2 = std::log(2.0f);
+  static const std::vector<int32_t> longest(kMaxHistory, 0);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      // 2 - 0.5 - 0.25, 1 - 0.5 - 0.25, 0.
+      {.name = "presence and frequency count what comes after the prompt", .logits = {2, 1, 0},
+       .ask = {.position = kAt003, .presence = 0.25f, .frequency = 0.5f, .prompt_tokens = 2,
+               .top_logprobs = 3, .processed = true},
+       .history = {0, 0, 1, 0}, .token = 0, .logprob = -0.50342888f, .rank = 1, .top_ids = {0, 1, 2},
+       .top_logprobs = {-0.50342888f, -1.50342888f, -1.75342888f}},
+      // 4 / 2, -1 * 2, untouched 0.
+      {.name = "repetition counts the prompt, presence and frequency do not", .logits = {4, -1, 0},
+       .ask = {.position = kAt003, .repetition = 2, .presence = 5, .frequency = 5,
+               .prompt_tokens = 4, .top_logprobs = 3, .processed = true},
+       .history = {1, 0, 0, 1}, .token = 0, .logprob = -0.14293163f, .rank = 1,
+       .top_ids = {0, 2, 1}, .top_logprobs = {-0.14293163f, -2.1429316f, -4.1429316f}},
+      // (-1 + 3) / 2 = 1
+      {.name = "a bias of a token of the prompt comes before repetition", .logits = {-1, 1},
+       .ask = {.position = kAt003, .repetition = 2, .presence = 9, .prompt_tokens = 1,
+               .processed = true},
+       .history = {0}, .bias = {{0, 3}}, .token = 0, .logprob = -ln2, .rank = 1},
+      {.name = "a greedy row takes a token of the prompt", .logits = {2, 1},
+       .ask = {.position = kAt003, .temperature = 0, .presence = 2, .prompt_tokens = 1},
+       .history = {0}, .token = 0, .logprob = -0.31326169f, .rank = 1},
+      {.name = "a greedy row leaves a token that is seen after the prompt as well",
+       .logits = {2, 1},
+       .ask = {.position = kAt003, .temperature = 0, .presence = 2, .prompt_tokens = 1},
+       .history = {0, 0}, .token = 1, .logprob = -1.3132617f, .rank = 2},
+      // 0 - 2^20 * 2^-20 = -1
+      {.name = "the longest history may be one token", .logits = {0, 0},
+       .ask = {.position = kAt003, .frequency = 0x1p-20f, .processed = true}, .history = longest,
+       .token = 0, .logprob = -1.3132617f, .rank = 2},
+      {.name = "all of the longest history but one may come after the prompt", .logits = {0, 0},
+       .ask = {.position = kAt003, .frequency = 0x1p-20f, .prompt_tokens = 1, .processed = true},
+       .history = longest, .token = 0, .logprob = -1.313261f, .rank = 2},
+      {.name = "all of the longest history may be the prompt", .logits = {0, 0},
+       .ask = {.position = kAt003, .frequency = 1, .prompt_tokens = kMaxHistory,
+               .processed = true},
+       .history = longest, .token = 0, .logprob = -ln2, .rank = 1},
+      // 1.5 - 1 < 1
+      {.name = "the longest history may be the greedy token", .logits = {1.5f, 1},
+       .ask = {.position = kAt003, .temperature = 0, .frequency = 0x1p-20f}, .history = longest,
+       .token = 1, .logprob = -0.97407698f, .rank = 2},
+      {.name = "a greedy row counts the longest history after a prompt", .logits = {1.5f, 1},
+       .ask = {.position = kAt003, .temperature = 0, .frequency = 0x1p-20f,
+               .prompt_tokens = 1000},
+       .history = longest, .token = 1, .logprob = -0.97407698f, .rank = 2},
       // clang-format on
   };
   return claims;
@@ -453,6 +509,8 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
                               : crowded ? static_cast<int32_t>(15 * 1024 + random() % 1024)
                                         : id());
     }
+    if (row.seed / 64 % 2 == 0)
+      row.prompt_tokens = static_cast<int32_t>(row.seed / 128 % (row.history_count + 1));
   }
   if (one_in(3)) {
     row.first_bias = static_cast<int64_t>(batch.bias.size());
@@ -781,6 +839,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaim", SampleClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfTopNSigma", SampleSigmaClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfPrompts", SamplePromptClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

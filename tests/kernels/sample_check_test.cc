@@ -150,6 +150,18 @@ const CheckCase kCases[] = {
        row.history_count = 3;
      },
      "history: got token 100 at row 1, entry 2, allowed 0..99"},
+    {"a prompt of all of the history",
+     [](Asked&, SampleRow& row) { row.history_count = row.prompt_tokens = 3; }, ""},
+    {"a prompt longer than the history",
+     [](Asked&, SampleRow& row) {
+       row.history_count = 2;
+       row.prompt_tokens = 3;
+     },
+     "prompt_tokens: got 3 at row 1, allowed 0..2"},
+    {"a prompt without a history", [](Asked&, SampleRow& row) { row.prompt_tokens = 1; },
+     "prompt_tokens: got 1 at row 1, allowed 0..0"},
+    {"a prompt of less than nothing", [](Asked&, SampleRow& row) { row.prompt_tokens = -1; },
+     "prompt_tokens: got -1 at row 1, allowed 0..1048576"},
     {"bias nan",
      [](Asked& asked, SampleRow& row) {
        asked.bias[1].value = kNan;

@@ -59,11 +59,14 @@ inline std::vector<float> EditedLogits(const std::vector<float>& sent, const Sam
     const SampleBias& bias = batch.bias[ask.first_bias + i];
     x[bias.id] = settle(x[bias.id] + bias.value);
   }
-  std::map<int32_t, int> seen;
-  for (int32_t i = 0; i < ask.history_count; ++i) ++seen[batch.history[ask.first_history + i]];
+  std::map<int32_t, int> seen;  // after the prompt
+  for (int32_t i = 0; i < ask.history_count; ++i)
+    seen[batch.history[ask.first_history + i]] += i >= ask.prompt_tokens ? 1 : 0;
   for (const auto& [id, count] : seen) {
     volatile float v = x[id];  // every step rounds
     v = v > 0 ? v / ask.repetition : v * ask.repetition;
+    x[id] = v;
+    if (count == 0) continue;
     volatile const float often = ask.frequency * static_cast<float>(count);
     v = settle(v - often);
     v = v - ask.presence;

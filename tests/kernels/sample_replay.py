@@ -62,13 +62,14 @@ def edited(x, row):
         x[token] = settled(f32(x[token] + of_bits(bits)))
     repetition, presence, frequency = (row[name + "_penalty"] for name in ("repetition", "presence", "frequency"))
     counts = {}
-    for token in row["history"]:
-        counts[token] = counts.get(token, 0) + 1
+    for place, token in enumerate(row["history"]):
+        counts[token] = counts.get(token, 0) + (place >= row["prompt_tokens"])
     for token, count in counts.items():
         v = x[token]
-        v = f32(v / repetition) if v > 0 else f32(v * repetition)
-        v = settled(f32(v - f32(frequency * count)))
-        x[token] = f32(v - presence)
+        x[token] = v = f32(v / repetition) if v > 0 else f32(v * repetition)
+        if count > 0:
+            v = settled(f32(v - f32(frequency * count)))
+            x[token] = f32(v - presence)
     if row["mask"]:
         x = [v if row["mask"][i // 32] >> (i % 32) & 1 else -INF for i, v in enumerate(x)]
     return x

@@ -152,6 +152,22 @@ TEST(EditsTest, RoundAfterEveryOperation) {
   }
 }
 
+TEST(EditsTest, PenaltiesOfATokenInThePromptAreRepetitionsOnly) {
+  SampleRow row = PlainRow();
+  row.repetition = 2;
+  row.presence = 1;
+  row.frequency = 0.5f;
+  EXPECT_EQ(Penalties(row).Of(8, kMaxHistory), 4 - 0.5f * kMaxHistory - 1);
+  row.prompt_tokens = 3;
+  EXPECT_EQ(SightingAt(2, row.prompt_tokens), kSeenInPrompt);
+  EXPECT_EQ(SightingAt(3, row.prompt_tokens), 1u);
+  EXPECT_EQ(Penalties(row).Of(8, 0), 8);
+  EXPECT_EQ(Penalties(row).Of(8, kSeenInPrompt), 4);
+  EXPECT_EQ(Penalties(row).Of(8, kSeenInPrompt | 2), 2);
+  EXPECT_EQ(Penalties(row).Of(8, 2), 2);
+  EXPECT_EQ(Penalties(row).Of(-kInf, kSeenInPrompt), -kInf);
+}
+
 TEST(EditsTest, ABanWins) {
   EXPECT_EQ(Biased(kInf, -kInf), -kInf);
   EXPECT_EQ(Biased(-kInf, kInf), -kInf);

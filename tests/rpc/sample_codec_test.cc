@@ -82,6 +82,7 @@ TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
     EXPECT_EQ(row.repetition, 1.0f);
     EXPECT_EQ(row.presence, 0.0f);
     EXPECT_EQ(row.frequency, 0.0f);
+    EXPECT_EQ(row.prompt_tokens, 0);
     EXPECT_EQ(row.first_mask_word, -1);
     EXPECT_EQ(row.top_logprobs, 0);
     EXPECT_EQ(row.logprob_mode, LogprobMode::kRaw);
@@ -101,6 +102,8 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   for (float p : {1.1f, 1.2f}) request.add_repetition_penalty(p);
   for (float p : {2.1f, 2.2f}) request.add_presence_penalty(p);
   for (float p : {-3.1f, 3.2f}) request.add_frequency_penalty(p);
+  for (int id : {4, 5, 6}) request.add_history(id);
+  for (int n : {1, 3}) request.add_prompt_tokens(n);
   for (int n : {2, 3}) request.add_top_logprobs(n);
   request.add_logprob_mode(v1::LOGPROB_MODE_RAW);
   request.add_logprob_mode(v1::LOGPROB_MODE_PROCESSED);
@@ -121,6 +124,8 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[0].repetition, 1.1f);
   EXPECT_EQ(rows[1].presence, 2.2f);
   EXPECT_EQ(rows[0].frequency, -3.1f);
+  EXPECT_EQ(rows[0].prompt_tokens, 1);
+  EXPECT_EQ(rows[1].prompt_tokens, 3);
   EXPECT_EQ(rows[0].first_top_entry, 100);
   EXPECT_EQ(rows[1].first_top_entry, 102);
   EXPECT_EQ(rows[1].top_logprobs, 3);
@@ -282,6 +287,12 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
     {"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
      "top_k: got -2 at row 0, allowed -1 or more"},
     {"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
+    {"prompt_longer_than_the_history",
+     [](R r) {
+       r->add_history(1);
+       r->add_prompt_tokens(2);
+     },
+     "prompt_tokens: got 2 at row 0, allowed 0..1"},
     {"top_n_sigma_negative", [](R r) { r->add_top_n_sigma(-1); },
      "top_n_sigma: got -1 at row 0, allowed finite and >= 0"},
     {"top_n_sigma_nan", [](R r) { r->add_top_n_sigma(std::nanf("")); },

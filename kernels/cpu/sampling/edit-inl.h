@@ -26,17 +26,22 @@ inline int64_t MakePatches(const SampleArgs& args, const SampleRow& ask, SampleS
   const int32_t history_count = CountedHistory(ask);
   int32_t* history = scratch.history.Get(history_count);
   SampleBias* bias = scratch.bias.Get(ask.bias_count);
-  std::copy_n(args.history + ask.first_history, history_count, history);
+  // A token and whether it comes after the prompt.
+  for (int32_t i = 0; i < history_count; ++i)
+    history[i] = 2 * args.history[ask.first_history + i] + (i >= ask.prompt_tokens ? 1 : 0);
+  static_assert(kMaxVocab <= std::numeric_limits<int32_t>::max() / 2);
   std::copy_n(args.bias + ask.first_bias, ask.bias_count, bias);
   scratch.list.sorter(history, static_cast<size_t>(history_count), hwy::SortAscending());
   std::sort(bias, bias + ask.bias_count,
             [](const SampleBias& a, const SampleBias& b) { return a.id < b.id; });
   int64_t patch_count = 0;
   for (int32_t h = 0, b = 0; h < history_count || b < ask.bias_count;) {
-    const int32_t seen = h < history_count ? history[h] : std::numeric_limits<int32_t>::max();
+    const int32_t seen = h < history_count ? history[h] / 2 : std::numeric_limits<int32_t>::max();
     const int32_t biased = b < ask.bias_count ? bias[b].id : std::numeric_limits<int32_t>::max();
-    Patch patch{.id = std::min(seen, biased), .count = 0, .bias = 0};
-    for (; h < history_count && history[h] == patch.id; ++h) ++patch.count;
+    Patch patch{.id = std::min(seen, biased), .sightings = 0, .bias = 0};
+    if (seen == patch.id && history[h] % 2 == 0) patch.sightings = kSeenInPrompt;
+    for (; h < history_count && history[h] / 2 == patch.id; ++h)
+      patch.sightings += static_cast<uint32_t>(history[h] % 2);
     if (biased == patch.id) patch.bias = bias[b++].value;
     patches[patch_count++] = patch;
   }
@@ -120,8 +125,8 @@ inline void ReadCells(const RowRead& read, const SampleRow& ask, int64_t begin, 
     for (; patch != patches_end && patch->id < last; ++patch) {
       const bool allowed = mask == nullptr || (mask[patch->id / 32] >> (patch->id % 32) & 1) != 0;
       if (allowed) {
-        copy[patch->id] = penalties.Of(Biased(Element(raw, patch->id), patch->bias),
-                                       static_cast<uint32_t>(patch->count));
+        copy[patch->id] =
+            penalties.Of(Biased(Element(raw, patch->id), patch->bias), patch->sightings);
       }
     }
   }

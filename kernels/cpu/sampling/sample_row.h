@@ -23,7 +23,7 @@ inline constexpr int64_t kShortPrefix = 256;
 // The bias and the history of one token.
 struct Patch {
   int32_t id;
-  int32_t count;  // in the history
+  uint32_t sightings;  // in the history
   float bias;
 };
 

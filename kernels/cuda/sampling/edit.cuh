@@ -9,13 +9,22 @@
 
 namespace logitd::cuda {
 
-// A patch is a token to edit, in its cell: 10 bits of place, whether it has a bias, its count in
+// A patch is a token to edit, in its cell: 10 bits of place, whether it has a bias, its sightings in
 // the history. Patches of a cell are stored where its edited logits will be, for they are read
 // before those are written.
-constexpr uint32_t kPatchCount = (1u << 21) - 1;
+constexpr uint32_t kPatchSightings = (1u << 21) - 1;
 constexpr uint32_t kPatchBias = 1u << 21;
 constexpr int kPatchPlace = 22;
-static_assert(kMaxHistory <= kPatchCount && kCell == 1 << (32 - kPatchPlace));
+static_assert(2 * kSeenInPrompt - 1 <= kPatchSightings && kCell == 1 << (32 - kPatchPlace));
+
+// Counts a sighting, which is 1, or sets it, where it is a flag.
+__device__ __forceinline__ void AddSighting(uint32_t* sightings, uint32_t sighting) {
+  if (sighting == 1) {
+    atomicAdd(sightings, 1u);
+  } else {
+    atomicOr(sightings, sighting);
+  }
+}
 
 // Enqueues the kernel that makes the patches of all rows of p.args. `early`: it may begin before
 // the stream's earlier kernels have ended (LaunchShape).
@@ -55,7 +64,7 @@ struct Edits {
     const int place = static_cast<int>(patch >> kPatchPlace);
     float x = values[place];
     if ((patch & kPatchBias) != 0) x = Biased(x, bias_values[first + place]);
-    values[place] = penalties.Of(x, patch & kPatchCount);
+    values[place] = penalties.Of(x, patch & kPatchSightings);
   }
   // Makes the lane's logits that the mask bans -inf. `word`: the lane's MaskWord().
   __device__ void Mask(uint32_t word, int lane, LaneCell<float>& y) const {

@@ -14,18 +14,18 @@ struct PatchTable {
   static constexpr int kMaxTokens = kMaxSlots * 3 / 4;
   static constexpr uint32_t kFree = ~0u;
   uint32_t tokens[kMaxSlots];
-  uint32_t counts[kMaxSlots];
+  uint32_t sightings[kMaxSlots];
   int patches_of_cell[kMaxVocab / kCell];
 
   // `slots`: a power of two.
-  __device__ void Add(uint32_t token, uint32_t count, uint32_t slots) {
+  __device__ void Add(uint32_t token, uint32_t sighting, uint32_t slots) {
     uint32_t slot = __umulhi(token * 2654435761u, slots);
     while (true) {
       const uint32_t held = atomicCAS(&tokens[slot], kFree, token);
       if (held == kFree || held == token) break;
       slot = (slot + 1) & (slots - 1);
     }
-    atomicAdd(&counts[slot], count);
+    AddSighting(&sightings[slot], sighting);
   }
 };
 
@@ -43,14 +43,15 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
   const int history_count = CountedHistory(ask);
   const int bias_count = ask.bias_count;
   const int thread = threadIdx.x;
-  const auto patch = [&](int token, uint32_t count) {
+  const auto patch = [&](int token, uint32_t sightings) {
     const int cell = token / kCell;
     patches[cell * kCell + atomicAdd(&table.patches_of_cell[cell], 1)] =
-        static_cast<uint32_t>(token % kCell) << kPatchPlace | count;
+        static_cast<uint32_t>(token % kCell) << kPatchPlace | sightings;
   };
-  // Calls visit(token, count) for the thread's share of the history and of the bias.
+  // Calls visit(token, sighting) for the thread's share of the history and of the bias.
   const auto each = [&](auto visit) {
-    for (int i = thread; i < history_count; i += kThreads) visit(history[i], 1u);
+    for (int i = thread; i < history_count; i += kThreads)
+      visit(history[i], SightingAt(i, ask.prompt_tokens));
     for (int i = thread; i < bias_count; i += kThreads) visit(bias[i].id, kPatchBias);
   };
   for (int cell = thread; cell < p.cells; cell += kThreads) table.patches_of_cell[cell] = 0;
@@ -61,23 +62,23 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
     while (slots * 3 / 4 < history_count + bias_count) slots *= 2;
     for (int i = thread; i < slots; i += kThreads) {
       table.tokens[i] = PatchTable::kFree;
-      table.counts[i] = 0;
+      table.sightings[i] = 0;
     }
     __syncthreads();
-    each([&](int token, uint32_t count) { table.Add(token, count, slots); });
+    each([&](int token, uint32_t sighting) { table.Add(token, sighting, slots); });
     __syncthreads();
     for (int i = thread; i < slots; i += kThreads) {
       if (table.tokens[i] != PatchTable::kFree)
-        patch(static_cast<int>(table.tokens[i]), table.counts[i]);
+        patch(static_cast<int>(table.tokens[i]), table.sightings[i]);
     }
   } else {
     each([&](int token, uint32_t) { counts[token] = 0; });
     __syncthreads();
-    each([&](int token, uint32_t count) { atomicAdd(&counts[token], count); });
+    each([&](int token, uint32_t sighting) { AddSighting(&counts[token], sighting); });
     __syncthreads();
     each([&](int token, uint32_t) {
-      const uint32_t count = atomicExch(&counts[token], 0u);
-      if (count != 0) patch(token, count);  // else another of the same token has it
+      const uint32_t sightings = atomicExch(&counts[token], 0u);
+      if (sightings != 0) patch(token, sightings);  // else another of the same token has it
     });
   }
   __syncthreads();

@@ -30,12 +30,14 @@ struct LateEdits {
   const uint32_t* mask;    // null: none
   const int32_t* history;  // null: no penalties
   int history_count;
+  int prompt_tokens;
   Penalties penalties;
 
   __device__ LateEdits(const SampleArgs& args, const SampleRow& ask)
       : mask(ask.first_mask_word < 0 ? nullptr : args.mask_words + ask.first_mask_word),
         history(PenaltiesAreOn(ask) ? args.history + ask.first_history : nullptr),
         history_count(ask.history_count),
+        prompt_tokens(ask.prompt_tokens),
         penalties(ask) {}
 
   // The lane's word of the mask of the cell at `first`, in a row that ends at `end`.
@@ -143,7 +145,7 @@ struct Candidates {
 
   Key* keys;         // [2 * kMax]
   uint32_t* slots;   // of a table by token: the token, and above it its place among the keys
-  uint32_t* counts;  // of each in the history
+  uint32_t* counts;  // sightings of each in the history
 
   __device__ explicit Candidates(DrawShared& s)
       : keys(s.bin_mass), slots(s.bin_count), counts(reinterpret_cast<uint32_t*>(s.weights)) {}
@@ -164,13 +166,13 @@ struct Candidates {
     while (atomicCAS(&slots[slot], kFree, static_cast<uint32_t>(at) << kTokenBits | token) != kFree)
       slot = (slot + 1) % kSlots;
   }
-  __device__ void Count(uint32_t token) const {
+  __device__ void Count(uint32_t token, uint32_t sighting) const {
     uint32_t slot = SlotOf(token);
     uint32_t held = slots[slot];
 #pragma unroll 1
     while (held != kFree) {
       if (((held ^ token) & ((1u << kTokenBits) - 1)) == 0) {
-        atomicAdd(&counts[held >> kTokenBits], 1u);
+        AddSighting(&counts[held >> kTokenBits], sighting);
         return;
       }
       slot = (slot + 1) % kSlots;
@@ -217,7 +219,8 @@ __device__ __noinline__ int PenalizeCandidates(const LateEdits& edits, int count
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (tokens[j] >= 0) found.Count(tokens[j]);
+      if (tokens[j] >= 0)
+        found.Count(tokens[j], SightingAt(round + j * kThreads, edits.prompt_tokens));
     }
   }
   __syncthreads();
@@ -396,7 +399,8 @@ __device__ __noinline__ void WriteEdited(const T* row, int begin, int end, LateE
     __syncthreads();
     for (int i = threadIdx.x; i < edits.history_count; i += threads) {
       const int token = edits.history[i];
-      if (token >= begin && token < end) atomicAdd(&counts[token], 1u);
+      if (token >= begin && token < end)
+        AddSighting(&counts[token], SightingAt(i, edits.prompt_tokens));
     }
     __syncthreads();
   }

@@ -26,7 +26,7 @@ struct SampleParams {
   int32_t blocks;  // of a row's cluster
   // For edited rows, in scratch: [rows, edited_stride] each.
   float* edited;       // null: no row is edited
-  uint32_t* counts;    // of tokens in the history, while patches are made
+  uint32_t* counts;    // sightings of tokens in the history, while patches are made
   float* bias_values;  // null: no row has bias
   int64_t edited_stride;
   int* patch_counts;  // [rows, cells]

@@ -36,6 +36,13 @@ SAMPLED = {  # parameters of sample that each use another part of the request or
         frequency_penalty=0.1,
         history=[[1, 2, 2], [], [5], [1002], [7, 7, 7]],
     ),
+    "prompts": dict(
+        seed=4,
+        repetition_penalty=1.2,
+        presence_penalty=5,
+        history=[[1, 2, 2], [], [5], [1002], [7, 7, 7]],
+        prompt_tokens=[1, 0, 1, 0, 3],
+    ),
     "biases": dict(seed=5, logit_bias=[{1: 5.0}, None, {2: -np.inf, 1002: 3.0}, {}, {0: 1.0}]),
     "masks": dict(seed=6, allowed_tokens=np.arange(VOCAB) % 3 == 0),
     "reports": dict(

@@ -131,6 +131,8 @@ class SampleTest(ServerTestCase):
                 **greedy,
             )
             self.assertEqual(punished.tokens.tolist(), [33, 2, 69, 69])
+            prompted = client.sample(logits, history=[69], presence_penalty=9.0, prompt_tokens=[1, 0, 1, 0], **greedy)
+            self.assertEqual(prompted.tokens.tolist(), [69, 33, 69, 33])
             shared = client.sample(logits, history=[69], repetition_penalty=9.0, **greedy)
             self.assertEqual(shared.tokens.tolist(), [33] * 4)
             extra = client.sample(logits, extra_ids=[[0], [1, 2], [], [69]], **greedy)
