@@ -200,11 +200,12 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
 }
 
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
-// report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits and without ids
-// whose log-probability is wanted, which is greedy or has a top_k of at most kMaxTopLogprobs and no
-// top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
+// report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits, without ids
+// whose log-probability is wanted and not in mode kTempered, which is greedy or has a top_k of at
+// most kMaxTopLogprobs and no top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
 // the row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
+  if (ask.logprob_mode == LogprobMode::kTempered) return 0;  // a sum over the row
   const bool few =
       IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
@@ -309,6 +310,21 @@ constexpr float SigmaBorder(const SampleRow& ask, float max, const SigmaSums& ro
 }
 
 // ---- log-probabilities --------------------------------------------------------------------------
+
+// True where log-probabilities, top tokens and the rank are of the row as sent.
+constexpr bool ReportsSent(const SampleRow& ask) {
+  return ask.logprob_mode != LogprobMode::kProcessed;
+}
+// True where those are at a temperature of the row's own.
+constexpr bool IsTempered(const SampleRow& ask) {
+  return ask.logprob_mode == LogprobMode::kTempered && !IsGreedy(ask) && ask.temperature != 1;
+}
+
+// Sums over the tokens of a distribution, with d = (max - x) / temperature.
+struct Moments {
+  double sum;    // of exp(-d)
+  double below;  // of d exp(-d)
+};
 
 // The log-probability of logit x in a support whose largest logit is `max`. `log_sum` is the
 // logarithm of its sum of exp((x - max) / temperature); where max is +inf, of the number of +inf.

@@ -53,6 +53,7 @@ struct SampleAsk {
   int32_t prompt_tokens = 0;
   int32_t top_logprobs = 0;
   bool processed = false;  // log-probabilities of the processed logits
+  bool tempered = false;   // or of those as sent, at the temperature
   bool want_rank = true;
 };
 
@@ -86,7 +87,9 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.frequency = ask.frequency;
   row.prompt_tokens = ask.prompt_tokens;
   row.top_logprobs = ask.top_logprobs;
-  row.logprob_mode = ask.processed ? LogprobMode::kProcessed : LogprobMode::kRaw;
+  row.logprob_mode = ask.processed  ? LogprobMode::kProcessed
+                     : ask.tempered ? LogprobMode::kTempered
+                                    : LogprobMode::kRaw;
   row.want_rank = ask.want_rank;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
@@ -225,6 +228,61 @@ inline const std::vector<SampleClaim>& SampleSigmaClaims() {
        .ask = {.position = kAt003, .top_n_sigma = 100, .top_logprobs = 4, .processed = true},
        .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
        .top_logprobs = {0, -30.4f, -kInf, -kInf}},
+      // clang-format on
+  };
+  return claims;
+}
+
+// Log-probabilities of the row as sent at its temperature.
+inline const std::vector<SampleClaim>& SampleTemperedClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "tempered log-probabilities are those of logits over the temperature",
+       .logits = {0, 2 * ln3}, .ask = {.position = kAt003, .temperature = 2, .top_logprobs = 2,
+                                       .tempered = true},
+       .token = 0, .logprob = -ln4, .rank = 2, .top_ids = {1, 0}, .top_logprobs = {ln3 - ln4, -ln4}},
+      // At temperature 2: 2, 1, 1 of 4. The filters leave token 0.
+      {.name = "tempered log-probabilities are over the whole vocabulary, whatever the filters",
+       .logits = {2 * ln2, 0, 0}, .ask = {.position = kAt088, .temperature = 2, .top_k = 1,
+                                          .top_logprobs = 3, .tempered = true},
+       .token = 0, .logprob = -ln2, .rank = 1, .top_ids = {0, 1, 2},
+       .top_logprobs = {-ln2, -ln4, -ln4}},
+      {.name = "tempered log-probabilities of a row with top_p are over the whole vocabulary",
+       .logits = {2 * ln2, 0, 0}, .ask = {.position = kAt088, .temperature = 2, .top_p = 0.4f,
+                                          .top_logprobs = 3, .tempered = true},
+       .token = 0, .logprob = -ln2, .rank = 1, .top_ids = {0, 1, 2},
+       .top_logprobs = {-ln2, -ln4, -ln4}},
+      {.name = "tempered log-probabilities are without bias, penalties and mask",
+       .logits = {2 * ln2, 0, 0}, .ask = {.position = kAt088, .temperature = 2, .presence = 9,
+                                          .top_logprobs = 2, .tempered = true},
+       .history = {0}, .bias = {{1, -9}}, .mask_words = {0b110}, .token = 2, .logprob = -ln4,
+       .rank = 3, .top_ids = {0, 1}, .top_logprobs = {-ln2, -ln4}},
+      {.name = "tempered log-probabilities of a masked row with min_p", .logits = {2 * ln2, 0, 0},
+       .ask = {.position = kAt088, .temperature = 2, .min_p = 0.5f, .tempered = true},
+       .mask_words = {0b110}, .token = 2, .logprob = -ln4, .rank = 3},
+      {.name = "tempered log-probabilities of a greedy row are at temperature 1",
+       .logits = {1, 3, 3}, .ask = {.position = kAt088, .temperature = 0, .tempered = true},
+       .token = 1, .logprob = -0.75862378f, .rank = 1},
+      {.name = "tempered log-probabilities at temperature 1 are the raw ones", .logits = {0, ln3},
+       .ask = {.position = kAt036, .tempered = true}, .token = 1, .logprob = ln3 - ln4, .rank = 1},
+      {.name = "several plus inf share the probability at any temperature",
+       .logits = {kInf, 5, kInf}, .ask = {.position = kAt088, .temperature = 0.5f,
+                                          .top_logprobs = 3, .tempered = true},
+       .token = 2, .logprob = -ln2, .rank = 2, .top_ids = {0, 2, 1},
+       .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "tempered log-probabilities of logits far apart", .logits = {-3e38f, 3e38f, -kInf},
+       .ask = {.position = kAt003, .temperature = 1e38f, .min_p = 0.5f, .top_logprobs = 3,
+               .tempered = true},
+       .token = 1, .logprob = -0.0024757f, .rank = 1, .top_ids = {1, 0, 2},
+       .top_logprobs = {-0.0024757f, -6.0024757f, -kInf}},
+      // 2^-118 apart: at temperature 2^-118 that is 1.
+      {.name = "a temperature below 2^-118 acts as 2^-118 in tempered log-probabilities",
+       .logits = {0x1p-118f, 0},
+       .ask = {.position = kAt003, .temperature = 0x1p-130f, .min_p = 0.9f, .top_logprobs = 2,
+               .tempered = true},
+       .token = 0, .logprob = -0.31326169f, .rank = 1, .top_ids = {0, 1},
+       .top_logprobs = {-0.31326169f, -1.3132617f}},
       // clang-format on
   };
   return claims;
@@ -535,6 +593,7 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
     }
   }
   row.logprob_mode = one_in(2) ? LogprobMode::kRaw : LogprobMode::kProcessed;
+  if (row.seed / 1024 % 4 == 0) row.logprob_mode = LogprobMode::kTempered;
   if (one_in(2)) {
     row.top_logprobs =
         static_cast<int32_t>(random() % (std::min<int64_t>(kMaxTopLogprobs, vocab) + 1));
@@ -840,6 +899,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaimOfTopNSigma", SampleSigmaClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfPrompts", SamplePromptClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfTemperedLogprobs", SampleTemperedClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

@@ -125,8 +125,10 @@ const CheckCase kCases[] = {
        row.top_logprobs = 129;
      },
      "top_logprobs: got 129 at row 1, allowed 0..128"},
-    {"unknown mode", [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(2); },
-     "logprob_mode: got 2 at row 1, allowed raw, processed"},
+    {"tempered mode", [](Asked&, SampleRow& row) { row.logprob_mode = LogprobMode::kTempered; },
+     ""},
+    {"unknown mode", [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(3); },
+     "logprob_mode: got 3 at row 1, allowed raw, processed, tempered"},
     {"history longer than sent", [](Asked&, SampleRow& row) { row.history_count = 4; },
      "history: got entries [0, 0 + 4) at row 1, allowed inside the 3 sent"},
     {"history before what was sent",

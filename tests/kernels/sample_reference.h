@@ -93,7 +93,10 @@ class ReferenceSample {
       status_ = {RowCode::kNanLogit, static_cast<int32_t>(i)};
       return;
     }
-    for (int32_t id : raw_.order) raw_sum_ += raw_.Weight(id, 1);
+    for (int32_t id : raw_.order) {
+      raw_sum_ += raw_.Weight(id, 1);
+      tempered_sum_ += raw_.Weight(id, Temperature());
+    }
     if (processed_.max() == -kInf) {
       status_ = {RowCode::kEmptySupport, -1};
       return;
@@ -121,14 +124,15 @@ class ReferenceSample {
   }
 
   double Logprob(const ReferenceSupport& support, int32_t id) const {
+    const bool processed = ask_.logprob_mode == LogprobMode::kProcessed;
     const bool raw = ask_.logprob_mode == LogprobMode::kRaw;
-    const Ranked& of = raw ? raw_ : processed_;
-    const double weight = of.Weight(id, raw ? 1 : Temperature());
+    const Ranked& of = processed ? processed_ : raw_;
+    const double temperature = raw ? 1 : Temperature();
+    const double weight = of.Weight(id, temperature);
     if (of.x[id] == -kInf || (of.max() == kInf && weight == 0)) return -kInf;
-    if (!raw && processed_.rank[id] > support.count) return -kInf;
-    const double log_weight =
-        of.max() == kInf ? 0 : (double{of.x[id]} - of.max()) / (raw ? 1 : Temperature());
-    return log_weight - std::log(raw ? raw_sum_ : support.sum);
+    if (processed && processed_.rank[id] > support.count) return -kInf;
+    const double log_weight = of.max() == kInf ? 0 : (double{of.x[id]} - of.max()) / temperature;
+    return log_weight - std::log(processed ? support.sum : raw ? raw_sum_ : tempered_sum_);
   }
 
   // Whether `token` is what the bits point at in `support`, or so close that rounding decides.
@@ -268,7 +272,7 @@ class ReferenceSample {
       return absl::StrFormat("token: got %d (rank %d of %d)", token, processed_.rank[token],
                              support.count);
     }
-    const Ranked& mode = ask_.logprob_mode == LogprobMode::kRaw ? raw_ : processed_;
+    const Ranked& mode = ask_.logprob_mode == LogprobMode::kProcessed ? processed_ : raw_;
     const int32_t rank = ask_.want_rank ? mode.rank[token] : 0;
     if (got.ranks[r] != rank) {
       return absl::StrFormat("rank: got %d, want %d", got.ranks[r], rank);
@@ -298,7 +302,8 @@ class ReferenceSample {
   const Ranked raw_;
   const Ranked processed_;
   RowStatus status_;
-  double raw_sum_ = 0;
+  double raw_sum_ = 0;                      // at temperature 1
+  double tempered_sum_ = 0;                 // of the row as sent, at its temperature
   std::vector<ReferenceSupport> supports_;  // the exact one first
 };
 

@@ -202,18 +202,20 @@ def faults(row):
     token = row["token"]
     if token not in tokens:
         return [f"token {token}, want {sorted(tokens)}"], shaky
-    raw = row["logprob_mode"] == 0
-    of = [of_bits(bits) for bits in row["logits"]] if raw else x
+    processed = row["logprob_mode"] == 1
+    of = x if processed else [of_bits(bits) for bits in row["logits"]]
     before = sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
     rank = 1 + before if row["want_rank"] else 0
     found = [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
-    if raw:
+    if not processed:
         top = max(of)
-        total = sum(weight(v, top, 1) for v in of)
+        tempered = row["logprob_mode"] == 2 and row["temperature"] > 0
+        temperature = max(row["temperature"], 2.0**-118) if tempered else 1
+        total = sum(weight(v, top, temperature) for v in of)
         if top == INF:
             want = -math.log(total) if of[token] == INF else -INF
         else:
-            want = of[token] - top - math.log(total)
+            want = (of[token] - top) / temperature - math.log(total)
         got = of_bits(row["logprob"])
         if not (got == f32(want) or abs(got - want) <= 4e-6 * max(1, abs(want))):
             found.append(f"logprob {got}, want {want}")

@@ -15,6 +15,7 @@
 #include "kernels/cpu/rows/sketch-inl.h"
 #include "kernels/cpu/sampling/draw-inl.h"
 #include "kernels/cpu/sampling/edit-inl.h"
+#include "kernels/cpu/sampling/moments-inl.h"
 #include "kernels/cpu/sampling/sample_row.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -51,13 +52,27 @@ inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& o
   return false;
 }
 
+// The distribution of the row as sent that log-probabilities are of.
+inline Support SentSupport(const SampleRow& ask, const OpenRow& opened, const RowThreads& threads,
+                           SampleScratch& scratch) {
+  Support sent = opened.raw;
+  if (!IsTempered(ask) || sent.max == kInf) return sent;
+  const Row& processed = opened.rows.processed;
+  sent.temperature = ActingTemperature(ask);
+  const bool is_summed = !IsEdited(ask) && processed.temperature == ask.temperature;
+  const double sum = is_summed ? TotalSum(processed, sent.max, MakeExponent(ask.temperature))
+                               : MomentsOf(opened.rows.raw, sent, threads, scratch).sum;
+  sent.log_sum = std::log(sum);
+  return sent;
+}
+
 // Writes all answers of the row except its logsumexp.
 inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, const Drawn& drawn,
                    const RowThreads& threads, SampleScratch& scratch) {
   const SampleRow& ask = args.rows[r];
-  const bool is_raw = ask.logprob_mode == LogprobMode::kRaw;
-  const Row& row = is_raw ? opened.rows.raw : opened.rows.processed;
-  const Support& support = is_raw ? opened.raw : drawn.support;
+  const bool is_sent = ReportsSent(ask);
+  const Row& row = is_sent ? opened.rows.raw : opened.rows.processed;
+  const Support support = is_sent ? SentSupport(ask, opened, threads, scratch) : drawn.support;
   const float x = Element(row, drawn.token);
   args.status[r] = {RowCode::kOk, -1};
   args.tokens[r] = drawn.token;

@@ -71,7 +71,7 @@ constexpr int64_t kWholeSampleRows = 2;
 // pieces for all threads.
 bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
-  if (ask.top_logprobs >= kManySorted) return true;
+  if (ask.top_logprobs >= kManySorted || IsTempered(ask)) return true;
   if (IsGreedy(ask)) return false;
   return TopKIsOn(ask, vocab) ? ask.top_k >= kManyTokens : IsFiltered(ask, vocab) || ask.want_rank;
 }

@@ -40,6 +40,7 @@ struct SampleScratch {
   Buffer<SampleBias> bias;
   Buffer<Patch> patches;
   Buffer<double> prefix;
+  Buffer<Moments> moments;
   ListScratch list;
 };
 

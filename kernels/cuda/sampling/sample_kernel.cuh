@@ -7,6 +7,7 @@
 #include "kernels/cuda/sampling/draw_row.cuh"
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/late_edits.cuh"
+#include "kernels/cuda/sampling/moments.cuh"
 #include "kernels/cuda/sampling/report.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
 
@@ -16,7 +17,7 @@ namespace logitd::cuda {
 struct RowNeeds {
   bool edited;
   bool greedy;
-  bool is_raw;       // log-probabilities and rank are of the row as sent
+  bool is_sent;      // ReportsSent
   bool sums_needed;  // SumsAreOfRow
   bool twice;        // the row as sent is summed at temperature 1 and at its own
   float log2e_over_temperature;
@@ -28,11 +29,11 @@ struct RowNeeds {
   __device__ RowNeeds(const SampleParams& p, const SampleRow& ask, int vocab, bool editable)
       : edited(editable && IsEdited(ask)),
         greedy(IsGreedy(ask)),
-        is_raw(ask.logprob_mode == LogprobMode::kRaw),
+        is_sent(ReportsSent(ask)),
         sums_needed(SumsAreOfRow(ask, vocab)),
         twice(!edited && sums_needed && ask.temperature != 1),
         log2e_over_temperature(kLog2E / (sums_needed ? ActingTemperature(ask) : 1.0f)),
-        lists_are_sorted(!is_raw || !edited) {
+        lists_are_sorted(!is_sent || !edited) {
     listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
     const bool late = editable && IsEditedLate(p, ask);
     // Such a row is not looked at again, except in the cell of the token.
@@ -156,8 +157,10 @@ template <class Row>
 __device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
                                                const Row& row, const Stats* raw_cells,
                                                DrawShared& s) {
-  if (ask.top_logprobs + ask.extra_count > 0)
-    ReportLists(p.args, ask, row, RawSupport(MergeCells(raw_cells, p.cells, kLog2E)), s);
+  if (ask.top_logprobs + ask.extra_count > 0) {
+    const Stats raw = MergeCells(raw_cells, p.cells, kLog2E);
+    ReportLists(p.args, ask, row, SentSupport(ask, row, raw, /*is_summed=*/false), s);
+  }
   __syncthreads();
 }
 
@@ -353,7 +356,7 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
                                        const RowMemory<Pool>& m, const LaneBests& bests, Row row,
                                        Stream& stream) {
   const int raw_listed = !needs.edited ? needs.listed
-                         : needs.is_raw && ask.top_logprobs + ask.extra_count > 0
+                         : needs.is_sent && ask.top_logprobs + ask.extra_count > 0
                              ? max(1, ask.top_logprobs)
                              : 0;
   if (raw_listed > 0) {
@@ -421,7 +424,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
                                        memory.stream);
     }
     if (needs.edited) {
-      const bool raw_sketched = needs.is_raw && (ask.want_rank || ask.top_logprobs > 0);
+      const bool raw_sketched = needs.is_sent && (ask.want_rank || ask.top_logprobs > 0);
       bests = ReadEdited<Block>(stream, Edits(p, ask, r, part.end), part.begin, raw_stats,
                                 own_stats, raw_sketched ? m.raw_sketch : nullptr,
                                 needs.listed > 0 ? m.edited_sketch : nullptr, memory.OfWarp());
@@ -439,11 +442,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
     s.nucleus.whole = 0;
   }
   const Row row = ListRow<T, kInCluster>(p, r, ask, needs, part, m, bests, raw_row, memory.stream);
-  const Row& mode_row = needs.is_raw ? raw_row : row;
+  const Row& mode_row = needs.is_sent ? raw_row : row;
   // How many tokens of the block's part are no later in the mode's order than this one.
   const auto count_in_part = [&](float logit, int last) {
     if constexpr (kEditable) {
-      if (needs.edited && !needs.is_raw)
+      if (needs.edited && !needs.is_sent)
         return CountFrom<kThreads, Pool>(row.edited, part, m.edited_sketch, logit, last);
     }
     return CountFrom<kThreads, Pool>(raw_row.sent, part, m.raw_sketch, logit, last);
@@ -484,8 +487,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
   // Report.
   const Support support =
-      needs.is_raw
-          ? RawSupport(raw)
+      needs.is_sent
+          ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice)
           : Support{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   const float x = mode_row[drawn.token];
   const bool is_first = needs.greedy && needs.listed == 0 && needs.lists_are_sorted;

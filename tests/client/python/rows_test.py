@@ -141,6 +141,13 @@ class SampleTest(ServerTestCase):
             np.testing.assert_allclose(extra.extra_logprobs.values, logprobs[0, [0, 1, 2, 69]], rtol=1e-5)
             drawn = client.sample(logits, seed=2**64 - 1, top_k=1, min_p=0.5, logprob_mode=["raw", "processed"] * 2)
             np.testing.assert_allclose(drawn.logprobs, [logprobs[0, 69], 0] * 2, rtol=1e-5, atol=1e-6)
+            tempered = client.sample(
+                logits, seed=1, temperature=2.0, top_k=1, logprob_mode="tempered", extra_ids=[0, 69]
+            )
+            halves, _ = log_softmax(logits / 2)
+            wanted = halves[:, [0, 69]].ravel()
+            np.testing.assert_allclose(tempered.extra_logprobs.values, wanted, rtol=1e-5)
+            np.testing.assert_allclose(tempered.logprobs, halves[:, 69], rtol=1e-5)
 
     def test_a_top_k_that_keeps_all_is_off(self):
         offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
@@ -220,7 +227,7 @@ class SampleTest(ServerTestCase):
                 (dict(seed=0, top_k=[2**31, 1, 1]), ("top_k: got 2147483648, allowed -2147483648 to 2147483647",)),
                 (dict(seed=0, temperature="hot"), ("temperature", "allowed numbers")),
                 (dict(seed=0, top_p=[[1.0]]), ("top_p: got 2 dimensions",)),
-                (dict(seed=0, logprob_mode="rare"), ("logprob_mode: got 'rare', allowed 'raw', 'processed'",)),
+                (dict(seed=0, logprob_mode="rare"), ("logprob_mode: got 'rare', allowed 'raw', 'processed', 'tempered'",)),
                 (dict(seed=0, want_rank=2), ("want_rank", "True and False")),
                 (dict(seed=0, logit_bias=[(1, 2.0)]), ("logit_bias", "allowed a dict")),
                 (dict(seed=0, allowed_tokens=np.ones((1, 3), np.float32)), ("allowed_tokens", "allowed bool")),

@@ -134,7 +134,7 @@ class ParamsTest(unittest.TestCase):
             self.assertEqual((set(kind.__annotations__) | arguments) - given, names, message)
 
     def test_enums_have_the_names_of_the_protos(self):
-        self.assertEqual(_messages.enum_values("LogprobMode"), {"raw": 0, "processed": 1})
+        self.assertEqual(_messages.enum_values("LogprobMode"), {"raw": 0, "processed": 1, "tempered": 2})
         self.assertEqual(_messages.enum_values("SmoothingConvention"), {"torch": 0, "megatron": 1})
         self.assertEqual(_messages.enum_values("DraftKind"), {"greedy": 0, "list": 1, "dense": 2})
         types = _messages.enum_values("DType")

@@ -1,0 +1,81 @@
+// sample, moments: sums over a row at a temperature that its cells' statistics are not at, for
+// log-probabilities and entropies that only few rows ask for. A further read of the row, by the
+// block that draws.
+#ifndef LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_
+#define LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_
+
+#include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/cuda/sampling/weights.cuh"
+
+namespace logitd::cuda {
+
+// The sums over the tokens of the row that are in the support, whose maximum is finite. They are in
+// one order, by cells, whatever the element type and the number of threads. Called by all threads;
+// uses the memory of bins.
+template <class Row>
+__device__ __noinline__ Moments MomentsOf(Row row, Support support) {
+  constexpr int kMostCells = static_cast<int>(kMaxVocab) / kCell;
+  static_assert(kMostCells * sizeof(Moments) <= sizeof(DrawShared::mass_bins));
+  auto* const of_cells = reinterpret_cast<Moments*>(Finish().draw.mass_bins);  // [cells]
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int vocab = row.vocab;
+  const int cells = CellsOf(vocab);
+  const double inverse = 1.0 / support.temperature;
+  constexpr int kAtOnce = 16;  // loads of a lane
+  const auto fold = [](Moments sums) -> Moments {
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+      sums.sum += __shfl_xor_sync(kFullWarp, sums.sum, half);
+      sums.below += __shfl_xor_sync(kFullWarp, sums.below, half);
+    }
+    return sums;
+  };
+  __syncthreads();
+#pragma unroll 1
+  for (int c = static_cast<int>(threadIdx.x) / 32; c < cells; c += blockDim.x / 32) {
+    Moments sums{0, 0};
+#pragma unroll 1
+    for (int first = c * kCell + lane; first < (c + 1) * kCell; first += 32 * kAtOnce) {
+      float x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = first + 32 * k < vocab ? row[first + 32 * k] : -kInfinity;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (x[k] == -kInfinity || MakeKey(x[k], first + 32 * k) < support.last) continue;
+        const double below = (static_cast<double>(support.max) - x[k]) * inverse;
+        const double weight = expf(-static_cast<float>(below));
+        sums.sum += weight;
+        if (weight > 0) sums.below += weight * below;
+      }
+    }
+    sums = fold(sums);
+    if (lane == 0) of_cells[c] = sums;
+  }
+  __syncthreads();
+  Moments sums{0, 0};
+  for (int c = lane; c < cells; c += 32) {
+    sums.sum += of_cells[c].sum;
+    sums.below += of_cells[c].below;
+  }
+  sums = fold(sums);
+  __syncthreads();  // before the memory is used for something else
+  return sums;
+}
+
+// The distribution of the row as sent that log-probabilities are of. `is_summed`: s.reach has the
+// sum of its exponentials at its temperature. Called by all threads.
+template <class Row>
+__device__ __forceinline__ Support SentSupport(const SampleRow& ask, const Row& row, Stats raw,
+                                               bool is_summed) {
+  Support support = RawSupport(raw);
+  if (IsTempered(ask) && raw.max < kInfinity) {
+    support.temperature = ActingTemperature(ask);
+    support.log_sum = log(is_summed ? Finish().draw.reach : MomentsOf(row, support).sum);
+  }
+  return support;
+}
+
+}  // namespace logitd::cuda
+
+#endif  // LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_
