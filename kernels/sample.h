@@ -31,6 +31,10 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 // outside the support, with -inf. The rank is 1 + the number of tokens before the drawn one in that
 // order, and 0 for a row that does not want it.
 //
+// Entropies, where wanted: -sum p ln p in nats of the distribution that the token is drawn from (0
+// for a greedy row), and of the row as sent at temperature 1. n of +inf: ln n. NaN where nothing is
+// drawn, except that of a row as sent without NaN and with a logit above -inf. Else 0.
+//
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after the edits: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
 // -inf; its logsumexp is NaN, or that of the row as sent. Other rows are not affected.
@@ -41,7 +45,7 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 //
 //   ids, ranks, greedy tokens, and what the filters before top_p keep are equal.
 //   |log-probability error| <= 4e-6 max(1, |log-probability|), against double precision; logsumexp
-//   is as in softmax_topk.
+//   is as in softmax_topk. |entropy error| <= 4e-6 max(1, entropy).
 //   The token, and what top_p keeps, are equal unless a border, which is a prefix sum of the exact
 //   weights, is within a share e of the whole sum from its goal. With D the mean of max - z under
 //   the row's distribution, e is
@@ -92,8 +96,8 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
 }
 
 // Writes the answers of row r, which asks for `ask`, where no token is drawn: token -1, rank 0, ids
-// -1, log-probabilities -inf; its logsumexp is the caller's. By `threads` threads, of which this is
-// one.
+// -1, log-probabilities -inf, entropies NaN; its logsumexp is the caller's. By `threads` threads,
+// of which this is one.
 constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, RowStatus status,
                       int thread = 0, int threads = 1) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -102,6 +106,8 @@ constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, R
     args.tokens[r] = -1;
     args.logprobs[r] = kNothing;
     args.ranks[r] = 0;
+    args.entropies[r] = args.raw_entropies[r] =
+        ask.want_entropy ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   }
   for (int i = thread; i < ask.top_logprobs; i += threads) {
     args.top_ids[ask.first_top_entry + i] = -1;

@@ -201,11 +201,11 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
 
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
 // report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits, without ids
-// whose log-probability is wanted and not in mode kTempered, which is greedy or has a top_k of at
-// most kMaxTopLogprobs and no top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
+// whose log-probability is wanted, without entropies and not in mode kTempered, which is greedy or
+// has a top_k of at most kMaxTopLogprobs and no top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
 // the row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
-  if (ask.logprob_mode == LogprobMode::kTempered) return 0;  // a sum over the row
+  if (ask.logprob_mode == LogprobMode::kTempered || ask.want_entropy) return 0;  // sums of the row
   const bool few =
       IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
@@ -325,6 +325,11 @@ struct Moments {
   double sum;    // of exp(-d)
   double below;  // of d exp(-d)
 };
+// -sum p ln p of it, in nats.
+constexpr double EntropyOf(const Moments& sums) {
+  const double entropy = std::log(sums.sum) + sums.below / sums.sum;
+  return entropy > 0 ? entropy : 0;
+}
 
 // The log-probability of logit x in a support whose largest logit is `max`. `log_sum` is the
 // logarithm of its sum of exp((x - max) / temperature); where max is +inf, of the number of +inf.

@@ -84,6 +84,7 @@ Call::Call(const Case& c, const Slab& slab, const std::byte* states_end) : case_
   floats_ = layout.Take<float>(c.rows * kTopK);
   ids_ = layout.Take<int32_t>(c.rows * kTopK);
   logsumexp_ = layout.Take<float>(c.rows);
+  entropies_ = layout.Take<float>(c.rows);
   target_logprob_ = layout.Take<float>(c.rows);
   ranks_ = layout.Take<int32_t>(c.rows);
   status_ = layout.Take<RowStatus>(c.rows);
@@ -116,7 +117,9 @@ absl::Status Call::Launch(Stream& stream, ShardedStream* sharded, const HeadView
                                           .logprobs = floats_,
                                           .ranks = ranks_,
                                           .logsumexp = logsumexp_,
-                                          .status = status_},
+                                          .status = status_,
+                                          .entropies = entropies_,
+                                          .raw_entropies = entropies_},
                                          max_kept_});
     case HeadOp::kCrossEntropy:
       return stream.Run(LinearCrossEntropyArgs{hidden_,

@@ -59,6 +59,7 @@ struct Call {
   float* floats_;
   int32_t* ids_;
   float* logsumexp_;
+  float* entropies_;
   float* target_logprob_;
   int32_t* ranks_;
   RowStatus* status_;

@@ -22,8 +22,11 @@
 namespace logitd::e2e {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::FloatNear;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 grpc::Status Sample(v1::Sampler::Stub& stub, const v1::SampleRequest& request,
                     v1::SampleResponse* response) {
@@ -86,6 +89,25 @@ TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_THAT(response.tokens(), ElementsAre(0, 3, 2, 1, -1));
   EXPECT_EQ(response.status(4), v1::ROW_STATUS_EMPTY_SUPPORT);
+}
+
+TEST_P(SampleTransportTest, EntropiesAreSentWhereARowWantsThem) {
+  const float ln2 = std::log(2.0f);
+  const std::vector<float> logits = {2 * ln2, 0, 0, 2 * ln2, 0, 0};
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 2);
+  request.add_seed(1);
+  request.add_temperature(2);
+  request.add_logprob_mode(v1::LOGPROB_MODE_TEMPERED);
+  request.add_extra_ids(0);
+  v1::SampleResponse response;
+  ASSERT_TRUE(Sample(*stub_, request, &response).ok());
+  EXPECT_THAT(response.entropies(), IsEmpty());
+  EXPECT_THAT(response.raw_entropies(), IsEmpty());
+  for (const bool want : {false, true}) request.add_want_entropy(want);
+  ASSERT_TRUE(Sample(*stub_, request, &response).ok());
+  EXPECT_THAT(response.extra_logprobs(), Each(FloatNear(-ln2, 1e-6f)));
+  EXPECT_THAT(response.entropies(), ElementsAre(0, FloatNear(1.5f * ln2, 1e-6f)));
+  EXPECT_THAT(response.raw_entropies(), ElementsAre(0, FloatNear(0.8675632f, 1e-6f)));
 }
 
 TEST_P(SampleTransportTest, PresenceAndFrequencyDoNotCountThePrompt) {

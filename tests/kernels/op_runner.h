@@ -50,6 +50,8 @@ struct SampleAnswer {
   std::vector<int32_t> top_ids;  // [top entries]
   std::vector<float> top_logprobs;
   std::vector<float> extra_logprobs;  // [extra entries]
+  std::vector<float> entropies;       // [rows]
+  std::vector<float> raw_entropies;
 };
 
 // What a call of verify is given in addition.
@@ -239,6 +241,8 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   AddOutput(arena, batch.top_entries, kUnwrittenFloat, &to->top_logprobs, &args->top_logprobs);
   AddOutput(arena, batch.extra_entries, kUnwrittenFloat, &to->extra_logprobs,
             &args->extra_logprobs);
+  AddOutput(arena, count, kUnwrittenFloat, &to->entropies, &args->entropies);
+  AddOutput(arena, count, kUnwrittenFloat, &to->raw_entropies, &args->raw_entropies);
 }
 
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {

@@ -105,7 +105,7 @@ TEST_P(RowsApartTest, Sample) {
   }
   ExpectSame<Answer>([&](Stream& stream, const TensorView& logits, Answer* answer) {
     std::vector<int32_t> ranks(asks.size());
-    std::vector<float> logsumexp(asks.size());
+    std::vector<float> logsumexp(asks.size()), entropies(asks.size()), raw_entropies(asks.size());
     std::vector<RowStatus> status(asks.size());
     return stream.Run(SampleArgs{.logits = logits,
                                  .rows = asks.data(),
@@ -113,7 +113,9 @@ TEST_P(RowsApartTest, Sample) {
                                  .logprobs = answer->logprobs.data(),
                                  .ranks = ranks.data(),
                                  .logsumexp = logsumexp.data(),
-                                 .status = status.data()});
+                                 .status = status.data(),
+                                 .entropies = entropies.data(),
+                                 .raw_entropies = raw_entropies.data()});
   });
 }
 

@@ -55,6 +55,7 @@ struct SampleAsk {
   bool processed = false;  // log-probabilities of the processed logits
   bool tempered = false;   // or of those as sent, at the temperature
   bool want_rank = true;
+  bool want_entropy = false;
 };
 
 struct SampleClaim {
@@ -70,6 +71,8 @@ struct SampleClaim {
   std::vector<int32_t> top_ids;
   std::vector<float> top_logprobs;
   RowStatus status;
+  float entropy = 0;
+  float raw_entropy = 0;
 };
 
 // The claim's row, whose lists are the claim's.
@@ -91,6 +94,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
                      : ask.tempered ? LogprobMode::kTempered
                                     : LogprobMode::kRaw;
   row.want_rank = ask.want_rank;
+  row.want_entropy = ask.want_entropy;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
   row.bias_count = static_cast<int32_t>(claim.bias.size());
@@ -288,6 +292,54 @@ inline const std::vector<SampleClaim>& SampleTemperedClaims() {
   return claims;
 }
 
+// Entropies of what is drawn from, and of the row as sent.
+inline const std::vector<SampleClaim>& SampleEntropyClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  // Of weights 2, 1, 1; 4, 1, 1; 1, 3.
+  static constexpr float kOf211 = 1.0397208f, kOf411 = 0.86756323f, kOf13 = 0.56233514f;
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "the entropy of the draw is at the temperature, the raw one is not",
+       .logits = {2 * ln2, 0, 0},
+       .ask = {.position = kAt003, .temperature = 2, .processed = true, .want_entropy = true},
+       .token = 0, .logprob = -ln2, .rank = 1, .entropy = kOf211, .raw_entropy = kOf411},
+      {.name = "the entropy is of the tokens that top_k leaves", .logits = {0, 0, 0, 0},
+       .ask = {.position = kAt003, .top_k = 2, .want_entropy = true}, .token = 0, .logprob = -ln4,
+       .rank = 1, .entropy = ln2, .raw_entropy = ln4},
+      {.name = "the entropy is of the tokens that top_p leaves", .logits = {0, 0, 0, ln2},
+       .ask = {.position = kAt003, .top_p = 0.5f, .want_entropy = true}, .token = 0,
+       .logprob = -1.6094379f, .rank = 2, .entropy = 0.6365142f, .raw_entropy = 1.3321790f},
+      {.name = "the entropy is of the row after bias, penalties and mask", .logits = {0, 0, 0, 9},
+       .ask = {.position = kAt088, .presence = 1, .want_rank = false, .want_entropy = true},
+       .history = {0}, .bias = {{0, 1}, {1, ln3}}, .mask_words = {0b0011}, .token = 1,
+       .logprob = -9.0003702f, .rank = 0, .entropy = kOf13, .raw_entropy = 0.0037010f},
+      {.name = "a masked greedy row has the entropy 0", .logits = {0, ln3},
+       .ask = {.position = kAt088, .temperature = 0, .want_entropy = true}, .mask_words = {0b01},
+       .token = 0, .logprob = -ln4, .rank = 2, .entropy = 0, .raw_entropy = kOf13},
+      {.name = "a certain token has the entropy 0", .logits = {-kInf, 5},
+       .ask = {.position = kAt088, .want_entropy = true}, .token = 1, .logprob = 0, .rank = 1,
+       .entropy = 0, .raw_entropy = 0},
+      {.name = "n of plus inf have the entropy ln n", .logits = {kInf, 5, kInf, kInf},
+       .ask = {.position = kAt088, .top_k = 2, .want_entropy = true}, .token = 2, .logprob = -ln3,
+       .rank = 2, .entropy = ln2, .raw_entropy = ln3},
+      {.name = "the entropy of logits far apart", .logits = {-3e38f, 3e38f},
+       .ask = {.position = kAt003, .temperature = 1e38f, .want_entropy = true}, .token = 1,
+       .logprob = 0, .rank = 1, .entropy = 0.0173113f, .raw_entropy = 0},
+      {.name = "entropies of a row with every token masked", .logits = {0, ln3},
+       .ask = {.position = kAt003, .want_entropy = true}, .mask_words = {0}, .token = -1,
+       .logprob = -kInf, .rank = 0, .status = {RowCode::kEmptySupport, -1}, .entropy = kNan,
+       .raw_entropy = kOf13},
+      {.name = "entropies of a row of only minus inf", .logits = {-kInf, -kInf},
+       .ask = {.position = kAt003, .want_entropy = true}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kEmptySupport, -1}, .entropy = kNan, .raw_entropy = kNan},
+      {.name = "entropies of a row with a NaN", .logits = {0, kNan},
+       .ask = {.position = kAt003, .want_entropy = true}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}, .entropy = kNan, .raw_entropy = kNan},
+      // clang-format on
+  };
+  return claims;
+}
+
 // A history whose first tokens are the prompt.
 inline const std::vector<SampleClaim>& SamplePromptClaims() {
   static const float ln2 = std::log(2.0f);
@@ -457,6 +509,11 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
     return absl::StrFormat("got token %d rank %d logprob %.9g, want %d %d %.9g", got->tokens[0],
                            got->ranks[0], got->logprobs[0], claim.token, claim.rank, claim.logprob);
   }
+  const auto same = [&](float a, float b) { return std::isnan(b) ? std::isnan(a) : near(a, b); };
+  if (!same(got->entropies[0], claim.entropy) || !same(got->raw_entropies[0], claim.raw_entropy)) {
+    return absl::StrFormat("got entropies %.9g and %.9g, want %.9g and %.9g", got->entropies[0],
+                           got->raw_entropies[0], claim.entropy, claim.raw_entropy);
+  }
   for (size_t i = 0; i < claim.top_ids.size(); ++i) {
     if (got->top_ids[i] == claim.top_ids[i] && near(got->top_logprobs[i], claim.top_logprobs[i])) {
       continue;
@@ -594,6 +651,7 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   }
   row.logprob_mode = one_in(2) ? LogprobMode::kRaw : LogprobMode::kProcessed;
   if (row.seed / 1024 % 4 == 0) row.logprob_mode = LogprobMode::kTempered;
+  row.want_entropy = row.seed / 4096 % 4 == 0;
   if (one_in(2)) {
     row.top_logprobs =
         static_cast<int32_t>(random() % (std::min<int64_t>(kMaxTopLogprobs, vocab) + 1));
@@ -809,6 +867,8 @@ inline std::string SampleBits(const SampleAnswer& got, const SampleRow& row, int
   add(&got.ranks[r], 1);
   add(&got.logsumexp[r], 1);
   add(&got.status[r], 1);
+  add(&got.entropies[r], 1);
+  add(&got.raw_entropies[r], 1);
   add(got.top_ids.data() + row.first_top_entry, row.top_logprobs);
   add(got.top_logprobs.data() + row.first_top_entry, row.top_logprobs);
   add(got.extra_logprobs.data() + row.first_extra_entry, row.extra_count);
@@ -900,6 +960,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfPrompts", SamplePromptClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfTemperedLogprobs", SampleTemperedClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfEntropies", SampleEntropyClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

@@ -63,6 +63,8 @@ std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& bat
   line += Params(row);
   absl::StrAppendFormat(&line, "\"code\": %d, \"status_position\": %d, ",
                         static_cast<int>(got.status[r].code), got.status[r].position);
+  absl::StrAppendFormat(&line, "\"entropy\": %d, \"raw_entropy\": %d, ", BitsOf(got.entropies[r]),
+                        BitsOf(got.raw_entropies[r]));
   absl::StrAppendFormat(&line, "\"token\": %d, \"logprob\": %d, \"rank\": %d}", got.tokens[r],
                         BitsOf(got.logprobs[r]), got.ranks[r]);
   return line;

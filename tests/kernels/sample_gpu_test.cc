@@ -77,6 +77,9 @@ TEST_F(SampleGpuTest, VerifyAgreesWithTheCpuBackend) {
       EXPECT_NEAR(got.rows.logprobs[r], want.rows.logprobs[r],
                   8e-6 * std::max(1.0f, std::abs(want.rows.logprobs[r])))
           << "vocab " << vocab << " row " << r;
+      EXPECT_NEAR(got.rows.entropies[r], want.rows.entropies[r],
+                  8e-6 * std::max(1.0f, want.rows.entropies[r]))
+          << "vocab " << vocab << " row " << r;
     }
   }
 }

@@ -135,6 +135,22 @@ class ReferenceSample {
     return log_weight - std::log(processed ? support.sum : raw ? raw_sum_ : tempered_sum_);
   }
 
+  // In nats, of the first `count` tokens of the order at the temperature.
+  static double Entropy(const Ranked& of, size_t count, double temperature) {
+    double sum = 0, below = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const double weight = of.Weight(of.order[i], temperature);
+      if (weight == 0) continue;
+      sum += weight;
+      if (of.max() < kInf) below += weight * (of.max() - double{of.x[of.order[i]]}) / temperature;
+    }
+    return std::log(sum) + below / sum;
+  }
+  // Of the row as sent; NaN where it has nothing above -inf.
+  double RawEntropy() const {
+    return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order.size(), 1);
+  }
+
   // Whether `token` is what the bits point at in `support`, or so close that rounding decides.
   bool Accepts(const ReferenceSupport& support, int32_t token) const {
     if (ask_.temperature == 0) return token == processed_.order[0];
@@ -250,7 +266,21 @@ class ReferenceSample {
     for (int32_t i = 0; i < ask_.extra_count; ++i) {
       right &= got.extra_logprobs[ask_.first_extra_entry + i] == -kInf;
     }
-    return right ? "" : "a refused row has answers";
+    if (!right) return "a refused row has answers";
+    const double raw = status_.code == RowCode::kNanLogit ? kNan : RawEntropy();
+    return EntropyDifference(got, r, kNan, raw);
+  }
+
+  std::string EntropyDifference(const SampleAnswer& got, int64_t r, double entropy,
+                                double raw) const {
+    const auto agrees = [&](float value, double want) {
+      if (!ask_.want_entropy) want = 0;
+      return std::isnan(want) ? std::isnan(value)
+                              : std::fabs(value - want) <= 4e-6 * std::max(1.0, want);
+    };
+    if (agrees(got.entropies[r], entropy) && agrees(got.raw_entropies[r], raw)) return "";
+    return absl::StrFormat("entropies: got %.9g and %.9g, want %.12g and %.12g", got.entropies[r],
+                           got.raw_entropies[r], entropy, raw);
   }
 
   static std::string LogprobDifference(std::string_view field, int64_t at, float got, double want) {
@@ -282,6 +312,11 @@ class ReferenceSample {
     }
     std::string difference =
         LogprobDifference("logprob of token", token, got.logprobs[r], Logprob(support, token));
+    if (difference.empty()) {
+      const auto count = static_cast<size_t>(support.count);
+      difference =
+          EntropyDifference(got, r, Entropy(processed_, count, Temperature()), RawEntropy());
+    }
     for (int32_t i = 0; i < ask_.top_logprobs && difference.empty(); ++i) {
       const int32_t id = got.top_ids[ask_.first_top_entry + i];
       if (id != mode.order[i]) {

@@ -138,20 +138,29 @@ def least_kept(row, x, temperature):
     return temperature * math.log(max(row["min_p"], 2.0**-44)), border, row["min_p"] > 0 or n > 0
 
 
+def entropy(x, temperature):
+    """Of a distribution of the logits x, in nats."""
+    top = max(x)
+    w = [weight(v, top, temperature) for v in x]
+    below = [(top - v) / temperature if v > -INF and top < INF else 0.0 for v in x]
+    return math.log(sum(w)) + sum(a * b for a, b in zip(w, below) if a > 0) / sum(w)
+
+
 def sample(row):
-    """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, and the row as edited."""
+    """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, the row as edited, and the
+    entropies that the distribution may have."""
     sent = [of_bits(bits) for bits in row["logits"]]
     for i, v in enumerate(sent):
         if math.isnan(v):
-            return (NAN_LOGIT, i), set(), False, None
+            return (NAN_LOGIT, i), set(), False, None, [math.nan]
     x = edited(sent, row)
     top = max(x)
     if top == -INF:
-        return (EMPTY_SUPPORT, -1), set(), False, x
+        return (EMPTY_SUPPORT, -1), set(), False, x, [math.nan]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     temperature, top_p = row["temperature"], row["top_p"]
     if temperature == 0:
-        return (0, -1), {order[0]}, False, x
+        return (0, -1), {order[0]}, False, x, [0.0]
     temperature = max(temperature, 2.0**-118)
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
@@ -167,7 +176,7 @@ def sample(row):
         token, _ = first_above(w, min(int(part * sum(w)), sum(w) - 1))
         # Which tokens are close is a question to the row as a whole.
         _, close = first_above([weight(v, top, temperature) for v in x], reach)
-        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x
+        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x, [entropy(x, temperature)]
 
     kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
     kept = [i for i in kept if x[i] == top or (x[i] - top >= least and x[i] >= border)][:k]
@@ -189,16 +198,31 @@ def sample(row):
         token, close = first_above(masses, bits * sum(masses) >> 64)
         tokens |= {support[i] for i in close | {token}}
     shaky = len(tokens) > 1
-    return (0, -1), tokens, shaky, x
+    entropies = [entropy([x[i] for i in kept[:end]], temperature) for end in ends]
+    return (0, -1), tokens, shaky, x, entropies
+
+
+def entropy_faults(row, entropies):
+    sent = [of_bits(bits) for bits in row["logits"]]
+    raw = math.nan if row["code"] == NAN_LOGIT or max(sent) == -INF else entropy(sent, 1)
+    found = []
+    for name, wanted in (("entropy", entropies), ("raw_entropy", [raw])):
+        got = of_bits(row[name])
+        if not row["want_entropy"]:
+            wanted = [0.0]
+        if not any(math.isnan(got) and math.isnan(w) or abs(got - w) <= 4e-6 * max(1, w) for w in wanted):
+            found.append(f"{name} {got}, want {wanted}")
+    return found
 
 
 def faults(row):
-    status, tokens, shaky, x = sample(row)
+    status, tokens, shaky, x, entropies = sample(row)
     got = (row["code"], row["status_position"])
     if got != status:
         return [f"status {got}, want {status}"], shaky
+    found = entropy_faults(row, entropies)
     if status[0] != 0:
-        return ([] if row["token"] == -1 else [f"token {row['token']} of a refused row"]), shaky
+        return found + ([] if row["token"] == -1 else [f"token {row['token']} of a refused row"]), shaky
     token = row["token"]
     if token not in tokens:
         return [f"token {token}, want {sorted(tokens)}"], shaky
@@ -206,7 +230,7 @@ def faults(row):
     of = x if processed else [of_bits(bits) for bits in row["logits"]]
     before = sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))
     rank = 1 + before if row["want_rank"] else 0
-    found = [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
+    found += [] if row["rank"] == rank else [f"rank {row['rank']}, want {rank}"]
     if not processed:
         top = max(of)
         tempered = row["logprob_mode"] == 2 and row["temperature"] > 0

@@ -58,6 +58,22 @@ TEST(KeptTokensTest, ARowThatMayNeedAnyTokenHasNone) {
   EXPECT_EQ(KeptTokens(row), 1);
 }
 
+TEST(KeptTokensTest, SumsOverTheRowNeedOtherTokens) {
+  SampleRow row = Drawn(1, 5);
+  row.want_entropy = true;
+  EXPECT_EQ(KeptTokens(row), 0);
+  row = Drawn(1, 5);
+  row.logprob_mode = LogprobMode::kTempered;
+  EXPECT_EQ(KeptTokens(row), 0);
+}
+
+TEST(EntropyTest, IsThatOfTheSums) {
+  EXPECT_DOUBLE_EQ(EntropyOf({.sum = 4, .below = 0}), std::log(4.0)) << "four equals";
+  const double half = std::log(2.0) / 2;  // of the moment of one at half the weight
+  EXPECT_DOUBLE_EQ(EntropyOf({.sum = 1.5, .below = half}), std::log(1.5) + half / 1.5);
+  EXPECT_EQ(EntropyOf({.sum = 1 - 1e-16, .below = 0}), 0) << "not below 0 by a rounding";
+}
+
 TEST(KeptTokensTest, EditsAndAskedIdsNeedOtherTokens) {
   SampleRow row = Drawn(1, 5);
   row.extra_count = 1;

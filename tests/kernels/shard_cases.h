@@ -103,6 +103,8 @@ inline void Append(const SampleAnswer& drawn, std::string* bits) {
   Append(drawn.top_ids, bits);
   Append(drawn.top_logprobs, bits);
   Append(drawn.extra_logprobs, bits);
+  Append(drawn.entropies, bits);
+  Append(drawn.raw_entropies, bits);
 }
 
 // Rows that need only a few of their first tokens.

@@ -185,6 +185,38 @@ TEST_F(VerifyCpuTest, ATopKThatKeepsAllHasTheBitsOfNone) {
   }
 }
 
+// The entropies of a row are those of what `sample` draws from, whatever its draft.
+TEST_F(VerifyCpuTest, EntropiesAreThoseOfTheTarget) {
+  for (const int64_t vocab : {5, 1000, 5000}) {
+    const int64_t rows = 60;
+    HostTensor tensor(DType::kF32, rows, vocab, vocab, 0);
+    SampleBatch batch;
+    VerifyBatch verify;
+    verify.draft_probs.assign(vocab, 1 / static_cast<float>(vocab));
+    std::mt19937_64 random(vocab);
+    for (int64_t r = 0; r < rows; ++r) {
+      FillRow(tensor, r, Fill::kNormal, 11);
+      AddRandomRow(batch, vocab, random);
+      batch.rows.back().active = 1;
+      batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
+      batch.rows.back().want_entropy = true;
+      verify.drafts.push_back(
+          {.token = static_cast<int32_t>(random() % vocab), .kind = DraftKind::kDense});
+      if (r % 2 == 0) verify.sequences.push_back({.first_row = r, .rows = 2});
+    }
+    const SampleAnswer sampled = runner_->Sample(tensor, batch).value();
+    const SampleAnswer got = runner_->Verify(tensor, batch, verify).value().rows;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (got.status[r].code == RowCode::kNotReached) {
+        EXPECT_TRUE(std::isnan(got.entropies[r]) && std::isnan(got.raw_entropies[r]));
+      } else if (got.status[r].code == RowCode::kOk) {
+        EXPECT_NEAR(got.entropies[r], sampled.entropies[r], 1e-5) << "vocab " << vocab;
+        EXPECT_EQ(got.raw_entropies[r], sampled.raw_entropies[r]) << "vocab " << vocab;
+      }
+    }
+  }
+}
+
 struct DistributionCase {
   const char* name;
   DraftKind kind;

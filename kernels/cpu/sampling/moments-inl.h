@@ -82,6 +82,13 @@ inline Moments MomentsOf(const Row& row, const Support& support, const RowThread
   return total;
 }
 
+// The entropy of the support, which is of the row.
+inline float EntropyOf(const Row& row, const Support& support, const RowThreads& threads,
+                       SampleScratch& scratch) {
+  if (support.max == kInf) return static_cast<float>(support.log_sum);
+  return static_cast<float>(logitd::EntropyOf(MomentsOf(row, support, threads, scratch)));
+}
+
 }  // namespace logitd::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

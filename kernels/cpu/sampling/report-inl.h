@@ -31,7 +31,8 @@ struct OpenRow {
 
 // Writes the logsumexp of row r, which has been read. False: there is nothing to draw, and its
 // answers are written.
-inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& opened) {
+inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, const RowThreads& threads,
+                 SampleScratch& scratch, OpenRow& opened) {
   opened.rows = rows;
   const Peak raw_peak = FindPeak(opened.rows.raw);
   if (HWY_UNLIKELY(raw_peak.nan_cell >= 0)) {
@@ -49,6 +50,8 @@ inline bool Open(const SampleArgs& args, int64_t r, const Rows& rows, OpenRow& o
   opened.max = FindPeak(opened.rows.processed).max;
   if (HWY_LIKELY(opened.max > -kInf)) return true;
   Refuse(args, r, args.rows[r], {RowCode::kEmptySupport, -1});
+  if (args.rows[r].want_entropy && raw_peak.max > -kInf)
+    args.raw_entropies[r] = EntropyOf(opened.rows.raw, opened.raw, threads, scratch);
   return false;
 }
 
@@ -79,6 +82,12 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
   args.logprobs[r] = static_cast<float>(support.Logprob(x, drawn.token));
   args.ranks[r] =
       ask.want_rank ? static_cast<int32_t>(1 + CountBefore(row, x, drawn.token, threads)) : 0;
+  args.entropies[r] = args.raw_entropies[r] = 0;
+  if (ask.want_entropy) {
+    args.raw_entropies[r] = EntropyOf(opened.rows.raw, opened.raw, threads, scratch);
+    if (!IsGreedy(ask))
+      args.entropies[r] = EntropyOf(opened.rows.processed, drawn.support, threads, scratch);
+  }
   if (ask.top_logprobs > 0) {
     const uint64_t* const keys =
         TopKeys(row, ask.top_logprobs, support.max, -kInf, threads, scratch.list).keys;

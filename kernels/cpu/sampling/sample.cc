@@ -39,7 +39,7 @@ namespace logitd::cpu::HWY_NAMESPACE {
 void FinishSample(const SampleArgs& args, int64_t r, const Rows& rows, const RowThreads& threads,
                   SampleScratch& scratch) {
   OpenRow opened;
-  if (!Open(args, r, rows, opened)) return;
+  if (!Open(args, r, rows, threads, scratch, opened)) return;
   const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, threads, scratch);
   Report(args, r, opened, drawn, threads, scratch);
 }
@@ -71,7 +71,7 @@ constexpr int64_t kWholeSampleRows = 2;
 // pieces for all threads.
 bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
-  if (ask.top_logprobs >= kManySorted || IsTempered(ask)) return true;
+  if (ask.top_logprobs >= kManySorted || IsTempered(ask) || ask.want_entropy) return true;
   if (IsGreedy(ask)) return false;
   return TopKIsOn(ask, vocab) ? ask.top_k >= kManyTokens : IsFiltered(ask, vocab) || ask.want_rank;
 }

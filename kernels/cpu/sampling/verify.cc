@@ -121,7 +121,8 @@ void VerifyOne(const VerifyArgs& args, int64_t s, const RowThreads& threads,
     const VerifyDraft& draft = args.drafts[r];
     const bool has_draft = r + 1 < end;
     OpenRow opened;
-    if (!Open(args.sample, r, ReadRow(args.sample, r, threads, scratch), opened)) break;
+    const Rows rows = ReadRow(args.sample, r, threads, scratch);
+    if (!Open(args.sample, r, rows, threads, scratch, opened)) break;
     const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
                             ? Reject(args, draft, ask, opened, threads, scratch)
                             : Draw(opened.rows.processed, ask, opened.max, threads, scratch);

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) {
     args.logsumexp[r] = Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
     args.status[r] = {RowCode::kOk, -1};
+    args.entropies[r] = args.raw_entropies[r] = 0;  // such a row does not want them
   }
   // No row has ids whose log-probability is wanted, so no other logit is looked at.
   ReportLists(args, ask, static_cast<const float*>(nullptr), support, s);

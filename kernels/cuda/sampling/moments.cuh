@@ -76,6 +76,25 @@ __device__ __forceinline__ Support SentSupport(const SampleRow& ask, const Row& 
   return support;
 }
 
+// The entropy of the support, which is of the row. Called by all threads.
+template <class Row>
+__device__ __noinline__ float EntropyOf(Row row, Support support) {
+  if (support.max == kInfinity) return static_cast<float>(support.log_sum);
+  return static_cast<float>(logitd::EntropyOf(MomentsOf(row, support)));
+}
+
+// Writes the entropies of a row that wants them: of the row as sent, and of what it is drawn from.
+// Called by all threads.
+template <class Row>
+__device__ __noinline__ void WriteEntropies(const SampleArgs& args, int64_t r, const SampleRow& ask,
+                                            Row sent, Stats raw, Row row, Support drawn_from) {
+  const float of_sent = EntropyOf(sent, RawSupport(raw));
+  const float of_drawn = IsGreedy(ask) ? 0.0f : EntropyOf(row, drawn_from);
+  if (threadIdx.x != 0) return;
+  args.raw_entropies[r] = of_sent;
+  args.entropies[r] = of_drawn;
+}
+
 }  // namespace logitd::cuda
 
 #endif  // LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_

@@ -3,6 +3,7 @@
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_
 
+#include "kernels/cuda/sampling/moments.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
 #include "kernels/cuda/sampling/weights.cuh"
 
@@ -14,8 +15,15 @@ template <class T>
 __device__ __noinline__ void RefuseRow(const SampleArgs& args, int64_t r, const SampleRow& ask,
                                        const T* sent, const Stats* raw_cells, bool has_nan) {
   DrawShared& s = Finish().draw;
-  if (!has_nan) return Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
   const int vocab = static_cast<int>(args.logits.cols);
+  if (!has_nan) {
+    Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
+    const Stats raw = MergeCells(raw_cells, CellsOf(vocab), kLog2E);
+    if (!ask.want_entropy || raw.max == -kInfinity) return;
+    const float of_sent = EntropyOf(Logits<T, false>(sent, vocab), RawSupport(raw));
+    if (threadIdx.x == 0) args.raw_entropies[r] = of_sent;
+    return;
+  }
   if (threadIdx.x < 32) {
     const int cells = CellsOf(vocab);
     int cell = 0;

@@ -40,7 +40,8 @@ struct RowNeeds {
     const bool unreported =
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
-    if (unreported && !late && p.drafts == nullptr && (greedy || !IsFiltered(ask, vocab))) {
+    const bool is_summed_again = edited && ask.want_entropy;
+    if (unreported && !is_summed_again && !late && p.drafts == nullptr && (greedy || !IsFiltered(ask, vocab))) {
       listed = 0;
     } else if (TopKIsOn(ask, vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
@@ -344,6 +345,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
     args.tokens[r] = drawn.token;
     args.logprobs[r] = RawSupport(raw).Logprob(x, drawn.token);
     args.ranks[r] = rank;
+    args.entropies[r] = args.raw_entropies[r] = 0;
   }
 }
 
@@ -486,10 +488,10 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
                           });
 
   // Report.
+  const Support drawn_from{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask),
+                           drawn.log_sum};
   const Support support =
-      needs.is_sent
-          ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice)
-          : Support{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask), drawn.log_sum};
+      needs.is_sent ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice) : drawn_from;
   const float x = mode_row[drawn.token];
   const bool is_first = needs.greedy && needs.listed == 0 && needs.lists_are_sorted;
   int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
@@ -500,8 +502,10 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
     args.ranks[r] = rank;
+    args.entropies[r] = args.raw_entropies[r] = 0;
   }
   if (needs.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
+  if (ask.want_entropy) WriteEntropies(args, r, ask, raw_row, raw, row, drawn_from);
 }
 
 // ---- launch ------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
-         ask.logprob_mode == LogprobMode::kRaw && p.drafts == nullptr;
+         ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && p.drafts == nullptr;
 }
 
 // What the first block of a cluster asks the others for, to find the prefix of a flat top_p

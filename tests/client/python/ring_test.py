@@ -49,6 +49,7 @@ SAMPLED = {  # parameters of sample that each use another part of the request or
         seed=7, top_logprobs=[0, 1, 2, 3, 20], logprob_mode="processed", extra_ids=[[1], [], [5, 4], [9], [1002]]
     ),
     "tempered": dict(seed=7, temperature=0.7, top_k=[0, 1, 10, 500, VOCAB], logprob_mode="tempered", top_logprobs=2),
+    "entropy": dict(seed=7, temperature=0.7, top_p=[1, 0.9, 0.5, 1, 0.1], want_entropy=[True, False, True, True, True]),
     "rank": dict(seed=8, want_rank=[True, False, True, False, True]),
 }
 

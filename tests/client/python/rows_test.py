@@ -148,6 +148,10 @@ class SampleTest(ServerTestCase):
             wanted = halves[:, [0, 69]].ravel()
             np.testing.assert_allclose(tempered.extra_logprobs.values, wanted, rtol=1e-5)
             np.testing.assert_allclose(tempered.logprobs, halves[:, 69], rtol=1e-5)
+            self.assertIsNone(tempered.entropies)
+            entropic = client.sample(logits, seed=1, temperature=2.0, want_entropy=[True, True, False, True])
+            for got, of in ((entropic.entropies, halves), (entropic.raw_entropies, logprobs)):
+                np.testing.assert_allclose(got, -(np.exp(of) * of).sum(-1) * [1, 1, 0, 1], rtol=1e-5, atol=1e-6)
 
     def test_a_top_k_that_keeps_all_is_off(self):
         offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
