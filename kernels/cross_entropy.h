@@ -24,6 +24,7 @@ enum class Smoothing : int32_t {
 // What a row asks for beyond its loss and logsumexp.
 inline constexpr int32_t kWantRank = 1;
 inline constexpr int32_t kWantEntropy = 2;
+inline constexpr int32_t kMaxScoreTopLogprobs = 128;
 
 // What one row asks for, and where its lists and answers are. All bytes zero: the row is skipped,
 // and nothing is written for it.
@@ -39,7 +40,7 @@ struct CrossEntropyRow {
   Smoothing smoothing;
   float z_loss;          // finite, >= 0; 0 = off
   int32_t extra_count;   // 0..kMaxExtraIds
-  int32_t top_logprobs;  // 0..min(kMaxTopLogprobs, vocab)
+  int32_t top_logprobs;  // 0..min(kMaxScoreTopLogprobs, vocab)
   int32_t want;          // kWantRank | kWantEntropy
 };
 static_assert(sizeof(CrossEntropyRow) == 64);
@@ -59,7 +60,10 @@ inline constexpr RowParam<CrossEntropyRow> kCrossEntropyParams[] = {
     {"label_smoothing", &CrossEntropyRow::label_smoothing, 0, kBelowOne},
     {"smoothing", &CrossEntropyRow::smoothing, 0, kSmoothings},
     {"z_loss", &CrossEntropyRow::z_loss, 0, kZeroOrMore},
-    {"top_logprobs", &CrossEntropyRow::top_logprobs, 0, kTopLogprobs},
+    {"top_logprobs",
+     &CrossEntropyRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxScoreTopLogprobs, .up_to_vocab = true}},
 };
 
 // Where the answers go; shared with linear_cross_entropy. An array that no row wants may be null.
@@ -116,7 +120,7 @@ struct CrossEntropyArgs {
   // The wants of any row, the largest top_logprobs and the largest extra_count, or more. They pick
   // the variant, never the bits.
   int32_t want = kWantRank | kWantEntropy;
-  int32_t max_top_logprobs = kMaxTopLogprobs;
+  int32_t max_top_logprobs = kMaxScoreTopLogprobs;
   int32_t max_extra_ids = kMaxExtraIds;
   // -1: every active row has all its answers. Else rows for which AsksForNothing() are left out:
   // whatever their input holds, their status is kOk and their loss, logsumexp and other answers are

@@ -23,7 +23,7 @@ enum class LogprobMode : int32_t {
 };
 
 // Limits of one row.
-inline constexpr int32_t kMaxTopLogprobs = 128;
+inline constexpr int32_t kMaxTopLogprobs = 1024;
 inline constexpr int32_t kMaxExtraIds = 1024;
 inline constexpr int32_t kMaxHistory = 1 << 20;
 inline constexpr int32_t kMaxSupport = 1024;
@@ -70,7 +70,6 @@ struct SampleRow {
 };
 static_assert(sizeof(SampleRow) == 176);
 
-inline constexpr ParamRange kTopLogprobs = {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true};
 // The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"seed", &SampleRow::seed, 0, kFinite},  // stays first: the server checks that it was sent
@@ -87,7 +86,10 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
     {"repetition_penalty", &SampleRow::repetition, 1, kAboveZero},
     {"presence_penalty", &SampleRow::presence, 0, kFinite},
     {"frequency_penalty", &SampleRow::frequency, 0, kFinite},
-    {"top_logprobs", &SampleRow::top_logprobs, 0, kTopLogprobs},
+    {"top_logprobs",
+     &SampleRow::top_logprobs,
+     0,
+     {.low = 0, .high = kMaxTopLogprobs, .up_to_vocab = true}},
     {"logprob_mode",
      &SampleRow::logprob_mode,
      0,
@@ -199,17 +201,18 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
   return DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
 }
 
+inline constexpr int32_t kMostKept = 128;
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
-// report need, besides the logsumexp: 1..kMaxTopLogprobs, for a row without edits, without ids
-// whose log-probability is wanted, without entropies and not in mode kTempered, which is greedy or
-// has a top_k of at most kMaxTopLogprobs and no top_n_sigma. A vocabulary may have no more tokens than that, and then the row's top_k is off. 0:
-// the row may need others too.
+// report need, besides the logsumexp: 1..kMostKept, for a row without edits, without ids whose
+// log-probability is wanted, without entropies and not in mode kTempered, which is greedy or has a
+// top_k of at most kMostKept and no top_n_sigma, and wants no more top tokens than that. A
+// vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the row may
+// need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
   if (ask.logprob_mode == LogprobMode::kTempered || ask.want_entropy) return 0;  // sums of the row
-  const bool few =
-      IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMaxTopLogprobs && !SigmaIsOn(ask));
+  const bool few = IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMostKept && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
-  if (!few || edited || ask.extra_count > 0) return 0;
+  if (!few || edited || ask.extra_count > 0 || ask.top_logprobs > kMostKept) return 0;
   const int32_t drawn_from = IsGreedy(ask) ? 1 : ask.top_k;
   return ask.top_logprobs > drawn_from ? ask.top_logprobs : drawn_from;
 }

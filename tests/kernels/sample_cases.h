@@ -12,6 +12,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -653,8 +654,8 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   if (row.seed / 1024 % 4 == 0) row.logprob_mode = LogprobMode::kTempered;
   row.want_entropy = row.seed / 4096 % 4 == 0;
   if (one_in(2)) {
-    row.top_logprobs =
-        static_cast<int32_t>(random() % (std::min<int64_t>(kMaxTopLogprobs, vocab) + 1));
+    const int64_t most = row.seed / 16384 % 4 == 0 ? kMaxTopLogprobs : 128;
+    row.top_logprobs = static_cast<int32_t>(random() % (std::min(most, vocab) + 1));
   }
   row.first_top_entry = batch.top_entries;
   batch.top_entries += row.top_logprobs + 1;
@@ -854,6 +855,61 @@ inline std::string MovedNucleus(OpRunner& runner, const Fill& fill) {
 
 inline std::vector<Fill> NucleusFills() { return {Fill::kUniform, Fill::kNormal}; }
 
+// ---- Many top tokens
+
+struct ManyTopsCase {
+  const char* name;
+  Fill fill;
+  DType dtype;
+  int64_t vocab;
+};
+
+inline std::vector<ManyTopsCase> ManyTopsCases() {
+  return {{"one more than a list", Fill::kNormal, DType::kF32, 129},
+          {"all of a short row", Fill::kWithPlusInf, DType::kF16, 1024},
+          {"equal logits", Fill::kAllEqual, DType::kF32, 5000},
+          {"ties", Fill::kManyTies, DType::kBF16, 40000},
+          {"a long row", Fill::kNormal, DType::kF32, 131072}};
+}
+
+// Rows with and without edits and filters that want more top tokens than the kernel lists, and one
+// that does not. "" where all agree with double precision.
+inline std::string WrongManyTops(OpRunner& runner, const ManyTopsCase& c) {
+  for (const auto& [first, rows] : {std::pair(0, 40), {0, 1}, {6, 1}, {9, 1}, {10, 1}}) {
+    const SampleCase shape{
+        .dtype = c.dtype, .rows = rows, .vocab = c.vocab, .fill = c.fill, .seed = 5};
+    HostTensor tensor(c.dtype, rows, c.vocab, c.vocab, 0);
+    SampleBatch batch;
+    batch.history = {1, 7, 7, 100};
+    batch.bias = {{3, 2.0f}, {99, -kInf}};
+    for (int64_t r = first; r < first + rows; ++r) {
+      FillRow(tensor, r - first, c.fill, shape.seed);
+      SampleRow row = PlainRow();
+      row.seed = shape.seed;
+      row.position = static_cast<uint64_t>(r);
+      row.temperature = r % 5 == 3 ? 0.0f : r % 5 == 4 ? 0.7f : 1.0f;
+      row.top_k = r % 2 == 1 ? 50 : 0;
+      row.top_p = r % 7 == 2 ? 0.8f : 1.0f;
+      row.logprob_mode = static_cast<LogprobMode>(r % 3);
+      if (r % 4 == 1) {  // its edits only lower logits
+        row.history_count = static_cast<int32_t>(batch.history.size());
+        row.presence = 0.5f;
+      } else if (r % 4 == 2) {
+        row.bias_count = static_cast<int32_t>(batch.bias.size());
+      }
+      row.top_logprobs =
+          r == 1 ? 128 : static_cast<int32_t>(std::min<int64_t>(kMaxTopLogprobs - r / 8, c.vocab));
+      row.first_top_entry = batch.top_entries;
+      batch.top_entries += row.top_logprobs + 1;
+      row.first_extra_entry = batch.extra_entries++;
+      batch.rows.push_back(row);
+    }
+    if (std::string wrong = FirstWrongRow(runner, shape, tensor, batch); !wrong.empty())
+      return absl::StrFormat("%s: %s", c.name, wrong);
+  }
+  return "";
+}
+
 // ---- Bits that depend only on the row
 
 // The bits of one row's answer.
@@ -964,6 +1020,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),
+      ForAll("ManyTopTokensAgreeWithDoublePrecision", ManyTopsCases, WrongManyTops),
       ForAll("ARowsBitsDoNotDependOnOtherRows", SampleInvarianceCases, BrokenSampleInvariance),
       ForAll("ATopKThatKeepsAllHasTheBitsOfNone", SampleInvarianceCases, BrokenTopKOff),
   };

@@ -121,10 +121,10 @@ const CheckCase kCases[] = {
      "top_logprobs: got 101 at row 1, allowed 0..100"},
     {"top_logprobs above its limit",
      [](Asked& asked, SampleRow& row) {
-       asked.request.vocab = 200;
-       row.top_logprobs = 129;
+       asked.request.vocab = 2000;
+       row.top_logprobs = 1025;
      },
-     "top_logprobs: got 129 at row 1, allowed 0..128"},
+     "top_logprobs: got 1025 at row 1, allowed 0..1024"},
     {"tempered mode", [](Asked&, SampleRow& row) { row.logprob_mode = LogprobMode::kTempered; },
      ""},
     {"unknown mode", [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(3); },

@@ -40,6 +40,10 @@ TEST(KeptTokensTest, TopLogprobsNeedTheirTokens) {
   row = Drawn(1, 5);
   row.top_logprobs = 7;
   EXPECT_EQ(KeptTokens(row), 7);
+  row.top_logprobs = 128;
+  EXPECT_EQ(KeptTokens(row), 128);
+  row.top_logprobs = 129;
+  EXPECT_EQ(KeptTokens(row), 0) << "more than shards keep";
 }
 
 TEST(KeptTokensTest, ARowThatMayNeedAnyTokenHasNone) {

@@ -110,8 +110,8 @@ inline void Append(const SampleAnswer& drawn, std::string* bits) {
 // Rows that need only a few of their first tokens.
 inline SampleBatch KeptBatchOf(const LinearCase& c) {
   SampleBatch batch;
-  const auto most = static_cast<int32_t>(std::min<int64_t>(kMaxTopLogprobs, c.vocab));
-  const int32_t top_ks[] = {1, 50, kMaxTopLogprobs, 7};  // may be more than the vocabulary
+  const auto most = static_cast<int32_t>(std::min<int64_t>(kMostKept, c.vocab));
+  const int32_t top_ks[] = {1, 50, kMostKept, 7};  // may be more than the vocabulary
   for (int64_t r = 0; r < c.rows; ++r) {
     SampleRow row = PlainRow();
     row.seed = c.seed;

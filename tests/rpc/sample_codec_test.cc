@@ -301,7 +301,7 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
      "top_n_sigma: got inf at row 0, allowed finite and >= 0"},
     {"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
     {"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
-    {"top_logprobs_beyond", [](R r) { r->add_top_logprobs(129); }, "top_logprobs: got 129"},
+    {"top_logprobs_beyond", [](R r) { r->add_top_logprobs(1025); }, "top_logprobs: got 1025"},
     {"top_logprobs_negative", [](R r) { r->add_top_logprobs(-1); }, "top_logprobs: got -1"},
     {"unknown_mode", [](R r) { r->add_logprob_mode(static_cast<v1::LogprobMode>(7)); },
      "logprob_mode: got 7"},

@@ -99,7 +99,7 @@ class SamplingParams(TypedDict, total=False):
     frequency_penalty: Floats
     """Per row. Subtracted from a logit for each time its token occurs; default 0."""
     top_logprobs: Ints
-    """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
+    """Per row, 0 to min(1024, V). Most probable tokens to report; default 0."""
     logprob_mode: Union[LogprobMode, Sequence[LogprobMode]]
     """Per row. Log-probabilities of the row as sent ("raw"), after every step ("processed"), or as sent and divided by
     the temperature ("tempered"); default "raw"."""

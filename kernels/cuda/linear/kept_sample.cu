@@ -21,7 +21,7 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-static_assert(kMaxTopLogprobs <= kListed, "the kept tokens are a list of sample's");
+static_assert(kMostKept <= kListed, "the kept tokens are a list of sample's");
 
 struct KeptMergeParams {
   Shards shards;

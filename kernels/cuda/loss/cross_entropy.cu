@@ -29,7 +29,7 @@
 namespace logitd::cuda {
 namespace {
 
-static_assert(kMaxTopLogprobs <= SmallPool::kMaxK);
+static_assert(kMaxScoreTopLogprobs <= SmallPool::kMaxK);
 // OfferGroups numbers a block's groups in 16 bits, and a block may hold all of a row.
 static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
 

@@ -4,6 +4,7 @@
 #define LOGITD_KERNELS_CUDA_SAMPLING_REPORT_CUH_
 
 #include "kernels/cuda/sampling/moments.cuh"
+#include "kernels/cuda/sampling/nucleus.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
 #include "kernels/cuda/sampling/weights.cuh"
 
@@ -144,15 +145,46 @@ __device__ __forceinline__ int FindRank(bool wanted, float x, int token, int lis
 
 // ---- log-probabilities -------------------------------------------------------------------------
 
-// Writes the top tokens and the asked ids, of logits whose first tokens are in s.sorted.
+// Writes the top tokens, of which the first is at `keys`.
+__device__ __forceinline__ void ReportTops(const SampleArgs& args, const SampleRow& ask, int count,
+                                           const Support& support, const Key* keys) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int id = KeyIndex(keys[i]);
+    args.top_ids[ask.first_top_entry + i] = id;
+    args.top_logprobs[ask.first_top_entry + i] = support.Logprob(KeyLogit(keys[i]), id);
+  }
+}
+
+// Writes the top tokens where the row wants more than are listed: further reads of the row find the
+// last of them, and then all. `row` has the logits of the report, `support` their maximum. Called
+// by all threads.
+template <int kThreads, class Row>
+__device__ __noinline__ void ReportManyTops(const SampleArgs& args, const SampleRow& ask, Row row,
+                                            Support support) {
+  static_assert(kMaxTopLogprobs <= SmallPool::kPool);
+  DrawShared& s = Finish().draw;
+  auto& pool = Finish().pool;
+  __syncthreads();
+  const Key last = LastOfPrefix<kThreads>(
+      row, MakeKey(-kInfinity, row.vocab - 1), MakeKey(support.max, 0),
+      static_cast<uint64_t>(ask.top_logprobs), Measure{Weigher(support.max, ask), /*counts=*/true});
+  __syncthreads();
+  if (threadIdx.x == 0) pool.count = 0;
+  __syncthreads();
+  row.EachKey([&](Key key, float) {
+    if (key >= last) pool.pool[atomicAdd(&pool.count, 1)] = key;
+  });
+  __syncthreads();
+  SortKeys<kThreads>(pool.pool, pool.count, s.spare, ask.top_logprobs, s.sorted_pool);
+  ReportTops(args, ask, ask.top_logprobs, support, s.sorted_pool);
+}
+
+// Writes the top tokens, where they are listed, and the asked ids, of logits whose first tokens are
+// in s.sorted.
 template <class Row>
 __device__ inline void ReportLists(const SampleArgs& args, const SampleRow& ask, const Row& row,
                                    const Support& support, const DrawShared& s) {
-  for (int i = threadIdx.x; i < ask.top_logprobs; i += blockDim.x) {
-    const int id = KeyIndex(s.sorted[i]);
-    args.top_ids[ask.first_top_entry + i] = id;
-    args.top_logprobs[ask.first_top_entry + i] = support.Logprob(KeyLogit(s.sorted[i]), id);
-  }
+  ReportTops(args, ask, ListedTops(ask), support, s.sorted);
   for (int i = threadIdx.x; i < ask.extra_count; i += blockDim.x) {
     const int id = args.extra_ids[ask.first_extra + i];
     args.extra_logprobs[ask.first_extra_entry + i] = support.Logprob(row[id], id);

@@ -34,7 +34,7 @@ struct RowNeeds {
         twice(!edited && sums_needed && ask.temperature != 1),
         log2e_over_temperature(kLog2E / (sums_needed ? ActingTemperature(ask) : 1.0f)),
         lists_are_sorted(!is_sent || !edited) {
-    listed = lists_are_sorted ? max(1, ask.top_logprobs) : 1;
+    listed = lists_are_sorted ? max(1, ListedTops(ask)) : 1;
     const bool late = editable && IsEditedLate(p, ask);
     // Such a row is not looked at again, except in the cell of the token.
     const bool unreported =
@@ -158,7 +158,7 @@ template <class Row>
 __device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
                                                const Row& row, const Stats* raw_cells,
                                                DrawShared& s) {
-  if (ask.top_logprobs + ask.extra_count > 0) {
+  if (ListedTops(ask) + ask.extra_count > 0) {
     const Stats raw = MergeCells(raw_cells, p.cells, kLog2E);
     ReportLists(p.args, ask, row, SentSupport(ask, row, raw, /*is_summed=*/false), s);
   }
@@ -190,7 +190,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
   DrawShared& s = Finish().draw;
   auto& pool = Pool<EditPool>();
   const Candidates candidates(s);
-  const int tops = ask.top_logprobs;
+  const int tops = ListedTops(ask);
   // Leaves keys in `to`: the first `most` in order; in a cluster, where they are few, all in any
   // order. Returns how many.
   const auto list = [&](Key* keys, int n, Key* spare, int most, Key* to) {
@@ -312,7 +312,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
       SortKeys<kThreads>(keys, n, stream.inbox[0], most, s.sorted);
       return n;
     };
-    if (ask.top_logprobs > 0) merge(m.inbox->raw, m.inbox->raw_counts, ask.top_logprobs);
+    if (ListedTops(ask) > 0) merge(m.inbox->raw, m.inbox->raw_counts, ListedTops(ask));
     ReportRawLists(p, ask, row, m.raw_cells, s);
     listed.count = merge(m.inbox->edited, m.inbox->edited_counts, needs.listed);
   }
@@ -347,6 +347,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
     args.ranks[r] = rank;
     args.entropies[r] = args.raw_entropies[r] = 0;
   }
+  if (ask.top_logprobs > kListed) ReportManyTops<kThreads>(args, ask, row, RawSupport(raw));
 }
 
 // Lists the first tokens of the row just read; before them those of an edited row as sent, and
@@ -358,8 +359,8 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
                                        const RowMemory<Pool>& m, const LaneBests& bests, Row row,
                                        Stream& stream) {
   const int raw_listed = !needs.edited ? needs.listed
-                         : needs.is_sent && ask.top_logprobs + ask.extra_count > 0
-                             ? max(1, ask.top_logprobs)
+                         : needs.is_sent && ListedTops(ask) + ask.extra_count > 0
+                             ? max(1, ListedTops(ask))
                              : 0;
   if (raw_listed > 0) {
     List<DrawBlock<T, kInCluster, Pool>>(row.sent, part, m.raw_sketch, bests.raw, raw_listed,
@@ -490,6 +491,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   // Report.
   const Support drawn_from{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask),
                            drawn.log_sum};
+  if (ask.want_entropy) WriteEntropies(args, r, ask, raw_row, raw, row, drawn_from);
   const Support support =
       needs.is_sent ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice) : drawn_from;
   const float x = mode_row[drawn.token];
@@ -502,10 +504,10 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
     args.ranks[r] = rank;
-    args.entropies[r] = args.raw_entropies[r] = 0;
+    if (!ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
   }
   if (needs.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
-  if (ask.want_entropy) WriteEntropies(args, r, ask, raw_row, raw, row, drawn_from);
+  if (ask.top_logprobs > kListed) ReportManyTops<kThreads>(args, ask, mode_row, support);
 }
 
 // ---- launch ------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ struct SampleParams {
   uint8_t* accepted;   // [rows]
 };
 
+// The top tokens that come from a sorted list; where the row wants more, none do.
+__device__ inline int ListedTops(const SampleRow& ask) {
+  return ask.top_logprobs <= kListed ? ask.top_logprobs : 0;
+}
+
 // Enqueues sample for all rows of p.args, by p.drafts where there are any. Sets what p says of
 // cells, blocks and edited rows.
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
