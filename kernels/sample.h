@@ -35,9 +35,14 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 // for a greedy row), and of the row as sent at temperature 1. n of +inf: ln n. NaN where nothing is
 // drawn, except that of a row as sent without NaN and with a logit above -inf. Else 0.
 //
+// A row with want_support gets the size of its support, and the first want_support tokens of it by
+// (logit after the edits descending, index ascending), with their processed log-probabilities in
+// every mode. The support of a greedy row is its token.
+//
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after the edits: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
-// -inf; its logsumexp is NaN, or that of the row as sent. Other rows are not affected.
+// -inf; its support has size 0; its logsumexp is NaN, or that of the row as sent. Other rows are not
+// affected.
 //
 // A row's bits depend only on that row and its parameters: not on the batch, its place in it, the
 // row stride, the alignment or the stream. Between backends, SIMD widths (from 4 lanes) and
@@ -95,9 +100,9 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
   return args;
 }
 
-// Writes the answers of row r, which asks for `ask`, where no token is drawn: token -1, rank 0, ids
-// -1, log-probabilities -inf, entropies NaN; its logsumexp is the caller's. By `threads` threads,
-// of which this is one.
+// Writes the answers of row r, which asks for `ask`, where no token is drawn: token -1, rank 0, an
+// empty support, ids -1, log-probabilities -inf, entropies NaN; its logsumexp is the caller's. By
+// `threads` threads, of which this is one.
 constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, RowStatus status,
                       int thread = 0, int threads = 1) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -106,6 +111,7 @@ constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, R
     args.tokens[r] = -1;
     args.logprobs[r] = kNothing;
     args.ranks[r] = 0;
+    args.support_size[r] = 0;
     args.entropies[r] = args.raw_entropies[r] =
         ask.want_entropy ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   }
@@ -115,6 +121,10 @@ constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, R
   }
   for (int i = thread; i < ask.extra_count; i += threads)
     args.extra_logprobs[ask.first_extra_entry + i] = kNothing;
+  for (int i = thread; i < ask.want_support; i += threads) {
+    args.support_ids[ask.first_support_entry + i] = -1;
+    args.support_logprobs[ask.first_support_entry + i] = kNothing;
+  }
 }
 
 // A request as it came in. The check ignores `first_*_entry` of the rows: the server sets them.

@@ -201,18 +201,23 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
   return DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
 }
 
+// True where a row asks for what only its logits tell, or for more than one draw by its seed.
+constexpr bool AsksBeyondFirst(const SampleRow& ask) {
+  return ask.logprob_mode == LogprobMode::kTempered || ask.extra_count > 0 ||
+         ask.want_support > 0 || ask.want_entropy || ask.more_draws > 0 || ask.typical_p < 1 ||
+         ask.xtc_probability > 0 || ask.watermark_width > 0;
+}
+
 inline constexpr int32_t kMostKept = 128;
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
-// report need, besides the logsumexp: 1..kMostKept, for a row without edits, without ids whose
-// log-probability is wanted, without entropies and not in mode kTempered, which is greedy or has a
-// top_k of at most kMostKept and no top_n_sigma, and wants no more top tokens than that. A
-// vocabulary may have no more tokens than that, and then the row's top_k is off. 0: the row may
-// need others too.
+// report need, besides the logsumexp: 1..kMostKept, for a row without edits and without
+// AsksBeyondFirst, which is greedy or has a top_k of at most kMostKept and no top_n_sigma, and
+// wants no more top tokens than that. A vocabulary may have no more tokens than that, and then the
+// row's top_k is off. 0: the row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
-  if (ask.logprob_mode == LogprobMode::kTempered || ask.want_entropy) return 0;  // sums of the row
   const bool few = IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMostKept && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
-  if (!few || edited || ask.extra_count > 0 || ask.top_logprobs > kMostKept) return 0;
+  if (!few || edited || AsksBeyondFirst(ask) || ask.top_logprobs > kMostKept) return 0;
   const int32_t drawn_from = IsGreedy(ask) ? 1 : ask.top_k;
   return ask.top_logprobs > drawn_from ? ask.top_logprobs : drawn_from;
 }

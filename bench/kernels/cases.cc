@@ -60,6 +60,7 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
     rows[i].history_count = c.history;
     rows[i].first_mask_word = c.mask ? i * words : -1;
     rows[i].first_top_entry = i * c.row.top_logprobs;
+    rows[i].first_support_entry = i * c.row.want_support;
   }
   return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
           .rows = arrays.Put(rows),
@@ -74,7 +75,10 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
           .top_logprobs = arrays.Room<float>(c.rows * c.row.top_logprobs),
           .status = arrays.Room<RowStatus>(c.rows),
           .entropies = arrays.Room<float>(c.rows),
-          .raw_entropies = arrays.Room<float>(c.rows)};
+          .raw_entropies = arrays.Room<float>(c.rows),
+          .support_size = arrays.Room<int32_t>(c.rows),
+          .support_ids = arrays.Room<int32_t>(c.rows * c.row.want_support),
+          .support_logprobs = arrays.Room<float>(c.rows * c.row.want_support)};
 }
 
 CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c, int64_t ignored = 0) {

@@ -47,7 +47,7 @@ struct RowParams {
       draw.first_mask_word = -1;
       sample.push_back(draw);
       draw.top_k = 0;
-      draw.top_p = 1;
+      draw.top_p = draw.typical_p = 1;
       unfiltered.push_back(draw);
       CrossEntropyRow score{};
       score.active = 1;
@@ -87,6 +87,7 @@ Call::Call(const Case& c, const Slab& slab, const std::byte* states_end) : case_
   entropies_ = layout.Take<float>(c.rows);
   target_logprob_ = layout.Take<float>(c.rows);
   ranks_ = layout.Take<int32_t>(c.rows);
+  support_size_ = layout.Take<int32_t>(c.rows);
   status_ = layout.Take<RowStatus>(c.rows);
   end = layout.bytes();
   if (c.op == HeadOp::kTraining) d_hidden = layout.Take<std::byte>(static_cast<int64_t>(states));
@@ -118,6 +119,7 @@ absl::Status Call::Launch(Stream& stream, ShardedStream* sharded, const HeadView
                                           .ranks = ranks_,
                                           .logsumexp = logsumexp_,
                                           .status = status_,
+                                          .support_size = support_size_,
                                           .entropies = entropies_,
                                           .raw_entropies = entropies_},
                                          max_kept_});

@@ -62,6 +62,7 @@ struct Call {
   float* entropies_;
   float* target_logprob_;
   int32_t* ranks_;
+  int32_t* support_size_;
   RowStatus* status_;
 };
 

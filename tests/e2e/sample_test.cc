@@ -69,6 +69,28 @@ TEST_P(SampleTransportTest, TokensMatchTheSemanticsPage) {
   EXPECT_GT(response.timings().total_ns(), 0);
 }
 
+TEST_P(SampleTransportTest, SupportsAreWhatTheFiltersLeaveUpToTheirCaps) {
+  const float ln2 = std::log(2.0f), ln3 = std::log(3.0f);
+  std::vector<float> logits;  // 0.5, 0.25, 0.25, in four rows
+  for (int row = 0; row < 4; ++row) logits.insert(logits.end(), {ln2, 0, 0});
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 4);
+  request.add_seed(0);
+  for (int k : {2, 0, 0, 0}) request.add_top_k(k);
+  for (float temperature : {1.0f, 1.0f, 0.0f, 1.0f}) request.add_temperature(temperature);
+  for (int cap : {3, 1, 2, 0}) request.add_want_support(cap);
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.support_size(), ElementsAre(2, 3, 1, 0));
+  EXPECT_THAT(response.support_count(), ElementsAre(2, 1, 1, 0));
+  EXPECT_THAT(response.support_ids(), ElementsAre(0, 1, 0, 0));
+  const std::vector<float> want = {ln2 - ln3, -ln3, -ln2, 0};
+  for (int i = 0; i < 4; ++i) EXPECT_NEAR(response.support_logprobs(i), want[i], 1e-6) << i;
+  request.clear_want_support();
+  ASSERT_TRUE(Sample(*stub_, request, &response).ok());
+  EXPECT_EQ(response.support_size_size() + response.support_count_size(), 0);
+}
+
 TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   const std::vector<float> row = {5, 4, 3, 2};
   std::vector<float> logits;

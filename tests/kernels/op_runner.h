@@ -38,6 +38,7 @@ struct SampleBatch {
   std::vector<uint32_t> mask_words;
   int64_t top_entries = 0;
   int64_t extra_entries = 0;
+  int64_t support_entries = 0;
   bool says_edited = false;  // even if no row is
 };
 
@@ -52,6 +53,9 @@ struct SampleAnswer {
   std::vector<float> extra_logprobs;  // [extra entries]
   std::vector<float> entropies;       // [rows]
   std::vector<float> raw_entropies;
+  std::vector<int32_t> support_size;  // [rows]
+  std::vector<int32_t> support_ids;   // [support entries]
+  std::vector<float> support_logprobs;
 };
 
 // What a call of verify is given in addition.
@@ -244,6 +248,10 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   AddOutput(arena, count, kUnwrittenFloat, &to->entropies, &args->entropies);
   AddOutput(arena, count, kUnwrittenFloat, &to->raw_entropies, &args->raw_entropies);
 }
+AddOutput(arena, count, kUnwrittenIndex, &to->support_size, &args->support_size);
+AddOutput(arena, batch.support_entries, kUnwrittenIndex, &to->support_ids, &args->support_ids);
+AddOutput(arena, batch.support_entries, kUnwrittenFloat, &to->support_logprobs,
+          &args->support_logprobs);
 
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {
   if (!batch.says_all_wanted) {

@@ -126,6 +126,7 @@ inline SampleBatch RecordedSamples(int64_t rows, int64_t vocab, const RecordedVa
                   .temperature = r % 5 == 4 ? 0.0f : 0.5f + 0.25f * static_cast<float>(r % 7),
                   .top_p = 1.0f,
                   .repetition = 1.0f,
+                  .typical_p = 1.0f,
                   .logprob_mode = r % 2 == 0 ? LogprobMode::kRaw : LogprobMode::kProcessed,
                   .want_rank = true};
     if (variant.filters) {

@@ -281,7 +281,8 @@ TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
                                        .logsumexp = bench->At<float>(192),
                                        .top_ids = bench->At<int32_t>(512),
                                        .top_logprobs = bench->At<float>(768),
-                                       .status = bench->At<RowStatus>(1024)})
+                                       .status = bench->At<RowStatus>(1024),
+                                       .support_size = bench->At<int32_t>(256)})
                       .ok());
       std::memset(bench->slab.host + Bench::kAnswersAt, 0, Bench::kAnswersBytes);
       ASSERT_TRUE(

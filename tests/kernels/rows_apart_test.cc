@@ -104,7 +104,7 @@ TEST_P(RowsApartTest, Sample) {
                     .repetition = 1});
   }
   ExpectSame<Answer>([&](Stream& stream, const TensorView& logits, Answer* answer) {
-    std::vector<int32_t> ranks(asks.size());
+    std::vector<int32_t> ranks(asks.size()), support_size(asks.size());
     std::vector<float> logsumexp(asks.size()), entropies(asks.size()), raw_entropies(asks.size());
     std::vector<RowStatus> status(asks.size());
     return stream.Run(SampleArgs{.logits = logits,
@@ -114,6 +114,7 @@ TEST_P(RowsApartTest, Sample) {
                                  .ranks = ranks.data(),
                                  .logsumexp = logsumexp.data(),
                                  .status = status.data(),
+                                 .support_size = support_size.data(),
                                  .entropies = entropies.data(),
                                  .raw_entropies = raw_entropies.data()});
   });

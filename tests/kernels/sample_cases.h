@@ -31,6 +31,7 @@ inline SampleRow PlainRow() {
           .temperature = 1,
           .top_p = 1,
           .repetition = 1,
+          .typical_p = 1,
           .want_rank = true};
 }
 
@@ -57,6 +58,7 @@ struct SampleAsk {
   bool tempered = false;   // or of those as sent, at the temperature
   bool want_rank = true;
   bool want_entropy = false;
+  int32_t want_support = 0;
 };
 
 struct SampleClaim {
@@ -74,6 +76,9 @@ struct SampleClaim {
   RowStatus status;
   float entropy = 0;
   float raw_entropy = 0;
+  int32_t support_size = 0;
+  std::vector<int32_t> support_ids = {};  // want_support of them
+  std::vector<float> support_logprobs = {};
 };
 
 // The claim's row, whose lists are the claim's.
@@ -96,6 +101,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
                                     : LogprobMode::kRaw;
   row.want_rank = ask.want_rank;
   row.want_entropy = ask.want_entropy;
+  row.want_support = ask.want_support;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
   row.bias_count = static_cast<int32_t>(claim.bias.size());
@@ -395,6 +401,60 @@ inline const std::vector<SampleClaim>& SamplePromptClaims() {
   return claims;
 }
 
+// What may be drawn.
+inline const std::vector<SampleClaim>& SampleSupportClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      // 0.5, 0.25, 0.25
+      {.name = "a support is what the filters leave, highest logit first", .logits = {0, ln2, 0},
+       .ask = {.position = kAt003, .top_p = 0.6f, .processed = true, .want_support = 2},
+       .token = 0, .logprob = -ln3, .rank = 2, .support_size = 2, .support_ids = {1, 0},
+       .support_logprobs = {ln2 - ln3, -ln3}},
+      {.name = "a support beyond its cap says its size", .logits = {0, 0, ln2, -kInf},
+       .ask = {.position = kAt003, .processed = true, .want_support = 2}, .token = 0,
+       .logprob = -ln4, .rank = 2, .support_size = 3, .support_ids = {2, 0},
+       .support_logprobs = {-ln2, -ln4}},
+      {.name = "after a support of fewer tokens than asked for come none", .logits = {0, 1, 0},
+       .ask = {.position = kAt003, .top_k = 1, .processed = true, .want_support = 3}, .token = 1,
+       .logprob = 0, .rank = 1, .support_size = 1, .support_ids = {1, -1, -1},
+       .support_logprobs = {0, -kInf, -kInf}},
+      {.name = "the support of a greedy row is its token", .logits = {1, 3, 3},
+       .ask = {.temperature = 0, .processed = true, .want_support = 2}, .token = 1, .logprob = 0,
+       .rank = 1, .support_size = 1, .support_ids = {1, -1}, .support_logprobs = {0, -kInf}},
+      {.name = "a support has processed log-probabilities in a raw row too", .logits = {0, 0, 0, 0},
+       .ask = {.position = kAt003, .temperature = 2, .top_k = 2, .want_support = 2}, .token = 0,
+       .logprob = -ln4, .rank = 1, .support_size = 2, .support_ids = {0, 1},
+       .support_logprobs = {-ln2, -ln2}},
+      {.name = "a support is of the logits after bias and mask", .logits = {0, 0, 0},
+       .ask = {.position = kAt088, .want_support = 3}, .bias = {{2, ln3}}, .mask_words = {0b110},
+       .token = 2, .logprob = -ln3, .rank = 3, .support_size = 2, .support_ids = {2, 1, -1},
+       .support_logprobs = {ln3 - ln4, -ln4, -kInf}},
+      // Repetition only lowers logits.
+      {.name = "a support is of the logits after penalties", .logits = {1, 1, 1, 1},
+       .ask = {.position = kAt003, .top_k = 3, .presence = 1, .want_support = 3},
+       .history = {0, 3}, .token = 0, .logprob = -ln4, .rank = 1, .support_size = 3,
+       .support_ids = {1, 2, 0}, .support_logprobs = {-0.86199480f, -0.86199480f, -1.8619948f}},
+      {.name = "the support of plus inf is all plus inf", .logits = {kInf, 5, kInf},
+       .ask = {.position = kAt088, .want_support = 3}, .token = 2, .logprob = -ln2, .rank = 2,
+       .support_size = 2, .support_ids = {0, 2, -1}, .support_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "a support keeps ties by index", .logits = {2, 2, 2, 2, 2},
+       .ask = {.position = kAt003, .top_k = 2, .processed = true, .want_support = 4}, .token = 0,
+       .logprob = -ln2, .rank = 1, .support_size = 2, .support_ids = {0, 1, -1, -1},
+       .support_logprobs = {-ln2, -ln2, -kInf, -kInf}},
+      {.name = "a refused row has no support", .logits = {1, kNan},
+       .ask = {.position = kAt003, .want_support = 2}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}, .support_size = 0, .support_ids = {-1, -1},
+       .support_logprobs = {-kInf, -kInf}},
+      {.name = "a row with every token masked has a support of none", .logits = {1, 2},
+       .ask = {.position = kAt003, .want_support = 1}, .mask_words = {0}, .token = -1,
+       .logprob = -kInf, .rank = 0, .status = {RowCode::kEmptySupport, -1}, .support_size = 0,
+       .support_ids = {-1}, .support_logprobs = {-kInf}},
+      // clang-format on
+  };
+  return claims;
+}
+
 // Bias, penalties, masks, statuses, and where weights round to 0.
 inline const std::vector<SampleClaim>& SampleEditClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
@@ -497,7 +557,8 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
                                   .history = claim.history,
                                   .bias = claim.bias,
                                   .mask_words = claim.mask_words,
-                                  .top_entries = claim.ask.top_logprobs});
+                                  .top_entries = claim.ask.top_logprobs,
+                                  .support_entries = claim.ask.want_support});
   if (!got.ok()) return got.status().ToString();
   const auto near = [](float a, float b) {
     return a == b || std::fabs(a - b) <= 2e-6f * (1 + std::fabs(b));
@@ -521,6 +582,19 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
     }
     return absl::StrFormat("top %d: got %d %.9g, want %d %.9g", i, got->top_ids[i],
                            got->top_logprobs[i], claim.top_ids[i], claim.top_logprobs[i]);
+  }
+  if (got->support_size[0] != claim.support_size) {
+    return absl::StrFormat("support size: got %d, want %d", got->support_size[0],
+                           claim.support_size);
+  }
+  for (size_t i = 0; i < claim.support_ids.size(); ++i) {
+    if (got->support_ids[i] == claim.support_ids[i] &&
+        near(got->support_logprobs[i], claim.support_logprobs[i])) {
+      continue;
+    }
+    return absl::StrFormat("support %d: got %d %.9g, want %d %.9g", i, got->support_ids[i],
+                           got->support_logprobs[i], claim.support_ids[i],
+                           claim.support_logprobs[i]);
   }
   return "";
 }
@@ -666,6 +740,12 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   }
   row.first_extra_entry = batch.extra_entries;
   batch.extra_entries += row.extra_count + 1;
+  if (row.seed / 32 % 3 == 0) {
+    const int64_t most = std::min<int64_t>(row.seed / 128 % 2 == 0 ? kMaxSupport : 20, vocab);
+    row.want_support = static_cast<int32_t>(row.seed / 256 % static_cast<uint64_t>(most) + 1);
+  }
+  row.first_support_entry = batch.support_entries;
+  batch.support_entries += row.want_support + 1;
   if (one_in(10)) {
     row.active = 0;
     row.temperature = -1;  // a skipped row's parameters are not looked at
@@ -683,7 +763,9 @@ inline std::string FirstWrongRow(OpRunner& runner, const SampleCase& c, const Ho
     std::string difference;
     const bool skipped = row.active == 0;
     if (got->top_ids[row.first_top_entry + row.top_logprobs] != kUnwrittenIndex ||
-        got->extra_logprobs[row.first_extra_entry + row.extra_count] != kUnwrittenFloat) {
+        got->extra_logprobs[row.first_extra_entry + row.extra_count] != kUnwrittenFloat ||
+        (batch.support_entries > 0 &&
+         got->support_ids[row.first_support_entry + row.want_support] != kUnwrittenIndex)) {
       difference = "wrote after its entries";
     } else if (skipped) {
       if (got->tokens[r] != kUnwrittenIndex) difference = "wrote for a skipped row";
@@ -928,6 +1010,9 @@ inline std::string SampleBits(const SampleAnswer& got, const SampleRow& row, int
   add(got.top_ids.data() + row.first_top_entry, row.top_logprobs);
   add(got.top_logprobs.data() + row.first_top_entry, row.top_logprobs);
   add(got.extra_logprobs.data() + row.first_extra_entry, row.extra_count);
+  add(&got.support_size[r], 1);
+  add(got.support_ids.data() + row.first_support_entry, row.want_support);
+  add(got.support_logprobs.data() + row.first_support_entry, row.want_support);
   return bits;
 }
 
@@ -1017,6 +1102,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaimOfPrompts", SamplePromptClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfTemperedLogprobs", SampleTemperedClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEntropies", SampleEntropyClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfSupports", SampleSupportClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

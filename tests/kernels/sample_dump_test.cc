@@ -65,6 +65,9 @@ std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& bat
                         static_cast<int>(got.status[r].code), got.status[r].position);
   absl::StrAppendFormat(&line, "\"entropy\": %d, \"raw_entropy\": %d, ", BitsOf(got.entropies[r]),
                         BitsOf(got.raw_entropies[r]));
+  const auto first = got.support_ids.begin() + row.first_support_entry;
+  absl::StrAppendFormat(&line, "\"support_size\": %d, \"support_ids\": [%s], ", got.support_size[r],
+                        absl::StrJoin(first, first + row.want_support, ", "));
   absl::StrAppendFormat(&line, "\"token\": %d, \"logprob\": %d, \"rank\": %d}", got.tokens[r],
                         BitsOf(got.logprobs[r]), got.ranks[r]);
   return line;

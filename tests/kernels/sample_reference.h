@@ -124,8 +124,11 @@ class ReferenceSample {
   }
 
   double Logprob(const ReferenceSupport& support, int32_t id) const {
-    const bool processed = ask_.logprob_mode == LogprobMode::kProcessed;
-    const bool raw = ask_.logprob_mode == LogprobMode::kRaw;
+    return Logprob(support, id, ask_.logprob_mode);
+  }
+  double Logprob(const ReferenceSupport& support, int32_t id, LogprobMode mode) const {
+    const bool processed = mode == LogprobMode::kProcessed;
+    const bool raw = mode == LogprobMode::kRaw;
     const Ranked& of = processed ? processed_ : raw_;
     const double temperature = raw ? 1 : Temperature();
     const double weight = of.Weight(id, temperature);
@@ -266,6 +269,11 @@ class ReferenceSample {
     for (int32_t i = 0; i < ask_.extra_count; ++i) {
       right &= got.extra_logprobs[ask_.first_extra_entry + i] == -kInf;
     }
+    right &= got.support_size[r] == 0;
+    for (int32_t i = 0; i < ask_.want_support; ++i) {
+      right &= got.support_ids[ask_.first_support_entry + i] == -1 &&
+               got.support_logprobs[ask_.first_support_entry + i] == -kInf;
+    }
     if (!right) return "a refused row has answers";
     const double raw = status_.code == RowCode::kNanLogit ? kNan : RawEntropy();
     return EntropyDifference(got, r, kNan, raw);
@@ -330,7 +338,26 @@ class ReferenceSample {
       difference = LogprobDifference(
           "extra logprob", i, got.extra_logprobs[ask_.first_extra_entry + i], Logprob(support, id));
     }
-    return difference;
+    return difference.empty() ? SupportDifference(support, got, r) : difference;
+  }
+
+  std::string SupportDifference(const ReferenceSupport& support, const SampleAnswer& got,
+                                int64_t r) const {
+    const int64_t size = ask_.want_support > 0 ? support.count : 0;
+    if (got.support_size[r] != size) {
+      return absl::StrFormat("support size: got %d, want %d", got.support_size[r], size);
+    }
+    for (int32_t i = 0; i < ask_.want_support; ++i) {
+      const int32_t want = i < size ? processed_.order[i] : -1;
+      const int32_t id = got.support_ids[ask_.first_support_entry + i];
+      if (id != want) return absl::StrFormat("support id %d: got %d, want %d", i, id, want);
+      const float logprob = got.support_logprobs[ask_.first_support_entry + i];
+      const std::string difference =
+          LogprobDifference("support logprob", i, logprob,
+                            i < size ? Logprob(support, id, LogprobMode::kProcessed) : -kInf);
+      if (!difference.empty()) return difference;
+    }
+    return "";
   }
 
   const SampleRow ask_;

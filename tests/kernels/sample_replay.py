@@ -148,24 +148,25 @@ def entropy(x, temperature):
 
 def sample(row):
     """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, the row as edited, and the
-    entropies that the distribution may have."""
+    supports that rounding allows, each in order, with their entropies."""
     sent = [of_bits(bits) for bits in row["logits"]]
     for i, v in enumerate(sent):
         if math.isnan(v):
-            return (NAN_LOGIT, i), set(), False, None, [math.nan]
+            return (NAN_LOGIT, i), set(), False, None, [([], math.nan)]
     x = edited(sent, row)
     top = max(x)
     if top == -INF:
-        return (EMPTY_SUPPORT, -1), set(), False, x, [math.nan]
+        return (EMPTY_SUPPORT, -1), set(), False, x, [([], math.nan)]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     temperature, top_p = row["temperature"], row["top_p"]
     if temperature == 0:
-        return (0, -1), {order[0]}, False, x, [0.0]
+        return (0, -1), {order[0]}, False, x, [(order[:1], 0.0)]
     temperature = max(temperature, 2.0**-118)
     bits = uniform_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
     least, border, cuts_by_distance = least_kept(row, x, temperature)
 
+    kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
     cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
     prefix = prefix_masses(cells, top, temperature)
     if k is None and top_p == 1 and not cuts_by_distance:
@@ -176,9 +177,8 @@ def sample(row):
         token, _ = first_above(w, min(int(part * sum(w)), sum(w) - 1))
         # Which tokens are close is a question to the row as a whole.
         _, close = first_above([weight(v, top, temperature) for v in x], reach)
-        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x, [entropy(x, temperature)]
+        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x, [(kept, entropy(x, temperature))]
 
-    kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
     kept = [i for i in kept if x[i] == top or (x[i] - top >= least and x[i] >= border)][:k]
     w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
     tokens, shaky = set(), False
@@ -198,8 +198,8 @@ def sample(row):
         token, close = first_above(masses, bits * sum(masses) >> 64)
         tokens |= {support[i] for i in close | {token}}
     shaky = len(tokens) > 1
-    entropies = [entropy([x[i] for i in kept[:end]], temperature) for end in ends]
-    return (0, -1), tokens, shaky, x, entropies
+    supports = [(kept[:end], entropy([x[i] for i in kept[:end]], temperature)) for end in ends]
+    return (0, -1), tokens, shaky, x, supports
 
 
 def entropy_faults(row, entropies):
@@ -216,11 +216,15 @@ def entropy_faults(row, entropies):
 
 
 def faults(row):
-    status, tokens, shaky, x, entropies = sample(row)
+    status, tokens, shaky, x, supports = sample(row)
     got = (row["code"], row["status_position"])
     if got != status:
         return [f"status {got}, want {status}"], shaky
-    found = entropy_faults(row, entropies)
+    found = entropy_faults(row, [e for _, e in supports])
+    cap, support = row["want_support"], (row["support_size"], row["support_ids"])
+    wanted = [(len(s) if cap else 0, (s + [-1] * cap)[:cap]) for s, _ in supports]
+    if support not in wanted:
+        found.append(f"support {support}, want {wanted}")
     if status[0] != 0:
         return found + ([] if row["token"] == -1 else [f"token {row['token']} of a refused row"]), shaky
     token = row["token"]

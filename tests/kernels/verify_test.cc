@@ -90,6 +90,10 @@ TEST_F(VerifyCpuTest, KeepsEveryClaim) {
 TEST_F(VerifyCpuTest, ARefusedRowEndsItsSequenceAndNoOther) {
   SampleBatch batch;
   batch.rows.resize(5, PlainRow());
+  for (SampleRow& row : batch.rows) {
+    row.want_support = 1;
+    row.first_support_entry = batch.support_entries++;
+  }
   const VerifyDraft zero{.token = 0};
   const VerifyBatch verify{.drafts = {zero, zero, zero, zero, zero},
                            .sequences = {{.first_row = 0, .rows = 3}, {.first_row = 3, .rows = 2}}};
@@ -99,6 +103,8 @@ TEST_F(VerifyCpuTest, ARefusedRowEndsItsSequenceAndNoOther) {
           .value();
   EXPECT_EQ(got.accepted, (std::vector<int32_t>{1, 1}));
   EXPECT_EQ(got.rows.tokens, (std::vector<int32_t>{0, -1, -1, 0, 0}));
+  EXPECT_EQ(got.rows.support_size, (std::vector<int32_t>{1, 0, 0, 1, 1}));
+  EXPECT_EQ(got.rows.support_ids, (std::vector<int32_t>{0, -1, -1, 0, 0}));
   EXPECT_EQ(got.rows.status[1].code, RowCode::kNanLogit);
   EXPECT_EQ(got.rows.status[2].code, RowCode::kNotReached);
   EXPECT_EQ(got.rows.status[4].code, RowCode::kOk);

@@ -30,9 +30,16 @@ struct Support {
   double temperature;
   double log_sum;  // ln sum exp((x - max) / temperature); where max is +inf, ln of their number
 
+  bool Has(float x, int64_t index) const {
+    return x > -kInf && (max < kInf || x == kInf) && MakeKey(x, index) >= last;
+  }
+  // No logit of the support is lower.
+  float Least() const {
+    return max == kInf ? max : last > MakeKey(-kInf, 0) ? KeyLogit(last) : -kInf;
+  }
   // -inf where not in the support.
   double Logprob(float x, int64_t index) const {
-    if (x == -kInf || MakeKey(x, index) < last) return -std::numeric_limits<double>::infinity();
+    if (!Has(x, index)) return -std::numeric_limits<double>::infinity();
     return LogprobOf(x, max, temperature, log_sum);
   }
 };

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "hwy/highway.h"
@@ -69,6 +70,30 @@ inline Support SentSupport(const SampleRow& ask, const OpenRow& opened, const Ro
   return sent;
 }
 
+// Writes how many tokens `support` has, and the first of them, as many as the row wants.
+inline void ReportSupport(const SampleArgs& args, int64_t r, const Row& row, const Support& support,
+                          const RowThreads& threads, ListScratch& scratch) {
+  const SampleRow& ask = args.rows[r];
+  TokenList list = ListTokens(row, {.least = support.Least()}, MassOfOnes(), threads, scratch);
+  Join(list);
+  uint64_t* const keys = list.keys;
+  uint64_t* const end = std::remove_if(keys, keys + list.counts[0], [&](uint64_t key) {
+    return !support.Has(KeyLogit(key), KeyIndex(key));
+  });
+  const int64_t size = end - keys;
+  const int64_t count = std::min<int64_t>(size, ask.want_support);
+  args.support_size[r] = static_cast<int32_t>(size);
+  if (count < size) std::nth_element(keys, keys + count, end, std::greater<>());
+  scratch.sorter(keys, static_cast<size_t>(count), hwy::SortDescending());
+  for (int64_t i = 0; i < ask.want_support; ++i) {
+    const int64_t to = ask.first_support_entry + i;
+    args.support_ids[to] = i < count ? KeyIndex(keys[i]) : -1;
+    args.support_logprobs[to] =
+        i < count ? static_cast<float>(support.Logprob(KeyLogit(keys[i]), KeyIndex(keys[i])))
+                  : -kInf;
+  }
+}
+
 // Writes all answers of the row except its logsumexp.
 inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, const Drawn& drawn,
                    const RowThreads& threads, SampleScratch& scratch) {
@@ -102,6 +127,11 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
     const int32_t id = args.extra_ids[ask.first_extra + i];
     args.extra_logprobs[ask.first_extra_entry + i] =
         static_cast<float>(support.Logprob(Element(row, id), id));
+  }
+  if (ask.want_support > 0) {
+    ReportSupport(args, r, opened.rows.processed, drawn.support, threads, scratch.list);
+  } else {
+    args.support_size[r] = 0;
   }
 }
 

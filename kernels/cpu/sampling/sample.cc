@@ -73,7 +73,8 @@ bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
   if (ask.top_logprobs >= kManySorted || IsTempered(ask) || ask.want_entropy) return true;
   if (IsGreedy(ask)) return false;
-  return TopKIsOn(ask, vocab) ? ask.top_k >= kManyTokens : IsFiltered(ask, vocab) || ask.want_rank;
+  if (TopKIsOn(ask, vocab)) return ask.top_k >= kManyTokens;
+  return IsFiltered(ask, vocab) || ask.want_rank || ask.want_support > 0;
 }
 
 // Few rows: all threads read each row, and then one thread draws from it, or all.

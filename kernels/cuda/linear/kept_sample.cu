@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(kThreads)
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(KeyLogit(s.sorted[i]), drawn.token);
     args.ranks[r] = ask.want_rank ? i + 1 : 0;
+    args.support_size[r] = 0;
   }
   if (thread == 0) {
     args.logsumexp[r] = Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);

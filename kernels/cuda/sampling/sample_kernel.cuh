@@ -10,6 +10,7 @@
 #include "kernels/cuda/sampling/moments.cuh"
 #include "kernels/cuda/sampling/report.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/cuda/sampling/support.cuh"
 
 namespace logitd::cuda {
 
@@ -41,7 +42,8 @@ struct RowNeeds {
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
     const bool is_summed_again = edited && ask.want_entropy;
-    if (unreported && !is_summed_again && !late && p.drafts == nullptr && (greedy || !IsFiltered(ask, vocab))) {
+    const bool may_end = greedy || (!IsFiltered(ask, vocab) && ask.want_support == 0);
+    if (unreported && !is_summed_again && !late && p.drafts == nullptr && may_end) {
       listed = 0;
     } else if (TopKIsOn(ask, vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
@@ -346,6 +348,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
     args.logprobs[r] = RawSupport(raw).Logprob(x, drawn.token);
     args.ranks[r] = rank;
     args.entropies[r] = args.raw_entropies[r] = 0;
+    args.support_size[r] = 0;
   }
   if (ask.top_logprobs > kListed) ReportManyTops<kThreads>(args, ask, row, RawSupport(raw));
 }
@@ -491,6 +494,11 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   // Report.
   const Support drawn_from{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask),
                            drawn.log_sum};
+  if (ask.want_support > 0) {
+    ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
+  } else if (threadIdx.x == 0) {
+    args.support_size[r] = 0;
+  }
   if (ask.want_entropy) WriteEntropies(args, r, ask, raw_row, raw, row, drawn_from);
   const Support support =
       needs.is_sent ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice) : drawn_from;

@@ -57,11 +57,12 @@ __device__ inline int ListedTops(const SampleRow& ask) {
 cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 
 // True where the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over
-// the row needs them, and the list usually holds what the filters leave.
+// the row needs them, the list usually holds what the filters leave, and no more is asked of that.
 __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
-         ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && p.drafts == nullptr;
+         ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && ask.want_support == 0 &&
+         p.drafts == nullptr;
 }
 
 // What the first block of a cluster asks the others for, to find the prefix of a flat top_p

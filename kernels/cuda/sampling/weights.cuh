@@ -20,7 +20,9 @@ struct Weigher {
   float inv_temperature;
 
   __device__ Weigher(float row_max, const SampleRow& ask)
-      : max(row_max), inv_temperature(1.0f / ActingTemperature(ask)) {}
+      : Weigher(row_max, ActingTemperature(ask)) {}
+  __device__ Weigher(float row_max, float temperature)
+      : max(row_max), inv_temperature(1.0f / temperature) {}
   __device__ uint64_t operator()(float x) const {
     if (max == kInfinity) return x == max ? uint64_t{1} << kWeightBits : 0;
     return __float2ull_rn(BeforeRounding(x));
@@ -53,13 +55,16 @@ class WeightSum {
   int32_t low_ = 0;
 };
 
-// What may be drawn: keys of `last` or more.
+// What may be drawn: keys of `last` or more, except those of -inf; where there is +inf, only that.
 struct Support {
   Key last;
   float max;
   double temperature;
   double log_sum;  // of exp((x - max) / temperature); where max is +inf, of the number of +inf
 
+  __device__ bool Has(float x, int i) const {
+    return x > -kInfinity && (max < kInfinity || x == kInfinity) && MakeKey(x, i) >= last;
+  }
   __device__ float Logprob(float x, int i) const {
     if (x == -kInfinity || MakeKey(x, i) < last) return -kInfinity;
     return static_cast<float>(LogprobOf(x, max, temperature, log_sum));

@@ -153,6 +153,16 @@ class SampleTest(ServerTestCase):
             for got, of in ((entropic.entropies, halves), (entropic.raw_entropies, logprobs)):
                 np.testing.assert_allclose(got, -(np.exp(of) * of).sum(-1) * [1, 1, 0, 1], rtol=1e-5, atol=1e-6)
 
+    def test_a_support_is_what_the_filters_leave(self):
+        for client in self.both(self.server.unix):
+            result = client.sample(self.LOGITS, seed=0, top_k=[2, 0, 0], want_support=[3, 1, 0])
+            self.assertEqual(result.support_size.tolist(), [2, 3, 0])
+            self.assertEqual([row.tolist() for row in result.support_ids], [[0, 1], [0], []])
+            np.testing.assert_allclose(np.exp(result.support_logprobs.values), [2 / 3, 1 / 3, 0.5], rtol=1e-5)
+            self.assertIsNone(client.sample(self.LOGITS, seed=0).support_size)
+            with self.refused(logitd.InvalidArgument, "want_support: got 4", "allowed 0..3"):
+                client.sample(self.LOGITS, seed=0, want_support=4)
+
     def test_a_top_k_that_keeps_all_is_off(self):
         offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
         report = dict(seed=5, position=[0, 1, 4], logprob_mode="processed", top_logprobs=3)
