@@ -32,6 +32,7 @@ struct CrossEntropyRow {
   int64_t first_extra;        // extra_ids[first_extra, first_extra + extra_count)
   int64_t first_top_entry;    // answers [first_top_entry, first_top_entry + top_logprobs)
   int64_t first_extra_entry;  // answers [first_extra_entry, first_extra_entry + extra_count)
+  int64_t first_support;      // support_ids[first_support, first_support + support_count)
   int32_t active;             // 1; 0 = skip the row
   int32_t target;             // 0..vocab-1, or kIgnoredTarget
   float temperature;          // finite, > 0
@@ -42,8 +43,12 @@ struct CrossEntropyRow {
   int32_t extra_count;   // 0..kMaxExtraIds
   int32_t top_logprobs;  // 0..min(kMaxScoreTopLogprobs, vocab)
   int32_t want;          // kWantRank | kWantEntropy
+  // 0..min(kMaxSupport, vocab), 0 = the whole vocabulary. With a support: no smoothing, z_loss,
+  // rank, top tokens or extra ids.
+  int32_t support_count;
+  int32_t unused;  // 0
 };
-static_assert(sizeof(CrossEntropyRow) == 64);
+static_assert(sizeof(CrossEntropyRow) == 80);
 
 // True where a row is ignored and asks only for its loss, which is 0.
 constexpr bool AsksForNothing(const CrossEntropyRow& row) {
@@ -102,6 +107,16 @@ struct CrossEntropyAnswers {
 // with the lowest NaN index; loss, logsumexp, entropy and log-probabilities NaN, also where the row
 // is ignored; rank 0, ids -1. Other rows are not affected.
 //
+// A row with a support: its logits are those of the support's tokens, and nothing of the others
+// counts, not even NaN. Sums are those of a filtered row of `sample` (kernels/sampling_rules.h):
+// with m the largest of the support's l after the softcap, integers W_i = round(exp((l_i - m) /
+// temperature) 2^43), target_logprob = LogprobOf(l_t, m, temperature, ln(sum W / 2^43)), loss
+// -target_logprob. So target_logprob has the bits of the processed log-probability that `sample`
+// reports on the same backend for that token of the same logits at the same temperature, where the
+// row has no edits, a filter is on or it is greedy, its highest logit is in its support, and all of
+// the support comes back. That also holds between linear_sample and linear_cross_entropy on a head
+// that is not sharded.
+//
 // A row's bits depend only on that row and what it asks for: not on the batch, its place in it, the
 // row stride, the alignment, the stream or what other rows want. Bits may differ between backends,
 // SIMD widths and GPU architectures; ids and ranks agree everywhere. Against double precision, from
@@ -117,6 +132,12 @@ struct CrossEntropyArgs {
   TensorView logits;                      // [rows, vocab], f32 | f16 | bf16
   const CrossEntropyRow* rows = nullptr;  // [rows]
   const int32_t* extra_ids = nullptr;     // token ids whose log-probability is wanted, of all rows
+  const int32_t* support_ids = nullptr;   // of all rows' supports
+  // The largest support_count, or more; 0: no row has a support.
+  int32_t max_support = 0;
+  // True: every active row that is not left out has a support. It picks the variant, never the
+  // bits.
+  bool all_supported = false;
   // The wants of any row, the largest top_logprobs and the largest extra_count, or more. They pick
   // the variant, never the bits.
   int32_t want = kWantRank | kWantEntropy;
@@ -140,6 +161,11 @@ constexpr void AnswerLeftOut(const CrossEntropyAnswers& to, int64_t r) {
   if (to.rank != nullptr) to.rank[r] = 0;
   if (to.entropy != nullptr) to.entropy[r] = 0;
   to.status[r] = {};
+}
+
+// True where a row's answers are of the whole vocabulary.
+constexpr bool IsWhole(const CrossEntropyRow& row) {
+  return row.active != 0 && row.support_count == 0;
 }
 
 // The arguments of the rows from `first` on. The logits stay as they are.
@@ -183,6 +209,7 @@ struct CrossEntropyRequest {
   int64_t vocab = 0;                         // 1..kMaxVocab
   absl::Span<const CrossEntropyRow> params;  // one for each row, each active
   absl::Span<const int32_t> extra_ids;
+  absl::Span<const int32_t> support_ids;
 };
 
 // OK, or INVALID_ARGUMENT with the field, the row, the value and what is allowed. Checks only the

@@ -27,6 +27,7 @@ struct Asked {
   std::vector<CrossEntropyRow> params = {{.active = 1, .temperature = 1},
                                          {.active = 1, .temperature = 1}};
   std::vector<int32_t> extra_ids = {0, 99};
+  std::vector<int32_t> support_ids = {7, 99, 0};
 };
 
 TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
@@ -120,12 +121,88 @@ TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
          row.extra_count = 2;
        },
        "extra_ids: got token 100 at row 1, entry 1, allowed 0..99"},
+      {"a support with all that it allows",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.target = 99;
+         row.temperature = 2;
+         row.softcap = 30;
+         row.want = kWantEntropy;
+       },
+       ""},
+      {"a support of an ignored row",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 1;
+         row.target = kIgnoredTarget;
+       },
+       ""},
+      {"a support without the target",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.target = 8;
+       },
+       "target: got 8 at row 1, allowed one of its 3 support_ids"},
+      {"a support with a token twice",
+       [](Asked& asked, CrossEntropyRow& row) {
+         asked.support_ids = {0, 7, 0};
+         row.support_count = 3;
+       },
+       "support_ids: got token 0 twice at row 1, allowed each once"},
+      {"a support outside the vocabulary",
+       [](Asked& asked, CrossEntropyRow& row) {
+         asked.support_ids[1] = 100;
+         row.support_count = 3;
+       },
+       "support_ids: got token 100 at row 1, entry 1, allowed 0..99"},
+      {"a support beyond what was sent",
+       [](Asked&, CrossEntropyRow& row) {
+         row.first_support = 1;
+         row.support_count = 3;
+       },
+       "support_ids: got entries [1, 1 + 3) at row 1, allowed inside the 3 sent"},
+      {"a support above its limit",
+       [](Asked& asked, CrossEntropyRow& row) {
+         asked.request.vocab = 5000;
+         row.support_count = 1025;
+       },
+       "support_ids count: got 1025 at row 1, allowed 0..1024"},
+      {"a support with label smoothing",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.label_smoothing = 0.5f;
+       },
+       "support_ids: got some at row 1, allowed none with label_smoothing, which is 0.5"},
+      {"a support with z-loss",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.z_loss = 0.25f;
+       },
+       "support_ids: got some at row 1, allowed none with z_loss, which is 0.25"},
+      {"a support with a rank",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.want = kWantRank;
+       },
+       "support_ids: got some at row 1, allowed none with want_rank, which is 1"},
+      {"a support with top tokens",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.top_logprobs = 2;
+       },
+       "support_ids: got some at row 1, allowed none with top_logprobs, which is 2"},
+      {"a support with extra ids",
+       [](Asked&, CrossEntropyRow& row) {
+         row.support_count = 3;
+         row.extra_count = 2;
+       },
+       "support_ids: got some at row 1, allowed none with extra_ids, of which there are 2"},
   };
   for (const Case& c : cases) {
     Asked asked;
     c.change(asked, asked.params[1]);
     asked.request.params = asked.params;
     asked.request.extra_ids = asked.extra_ids;
+    asked.request.support_ids = asked.support_ids;
     ExpectVerdict(CheckCrossEntropy(asked.request), c.want, c.name);
   }
 }

@@ -116,6 +116,7 @@ struct AttentionBackwardAnswer {
 struct LossBatch {
   std::vector<CrossEntropyRow> rows;
   std::vector<int32_t> extra_ids;
+  std::vector<int32_t> support_ids;
   int64_t top_entries = 0;
   int64_t extra_entries = 0;
   bool says_all_wanted = false;  // even if no row wants it; else arrays that no row wants are null
@@ -247,11 +248,11 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
             &args->extra_logprobs);
   AddOutput(arena, count, kUnwrittenFloat, &to->entropies, &args->entropies);
   AddOutput(arena, count, kUnwrittenFloat, &to->raw_entropies, &args->raw_entropies);
+  AddOutput(arena, count, kUnwrittenIndex, &to->support_size, &args->support_size);
+  AddOutput(arena, batch.support_entries, kUnwrittenIndex, &to->support_ids, &args->support_ids);
+  AddOutput(arena, batch.support_entries, kUnwrittenFloat, &to->support_logprobs,
+            &args->support_logprobs);
 }
-AddOutput(arena, count, kUnwrittenIndex, &to->support_size, &args->support_size);
-AddOutput(arena, batch.support_entries, kUnwrittenIndex, &to->support_ids, &args->support_ids);
-AddOutput(arena, batch.support_entries, kUnwrittenFloat, &to->support_logprobs,
-          &args->support_logprobs);
 
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {
   if (!batch.says_all_wanted) {
@@ -263,8 +264,15 @@ inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, Lo
     }
   }
   args->counted_rows = batch.counted_rows;
+  bool all_supported = true;
+  for (const CrossEntropyRow& row : batch.rows) {
+    args->max_support = std::max(args->max_support, row.support_count);
+    all_supported &= !IsWhole(row) || IsLeftOut(*args, row);
+  }
+  args->all_supported = all_supported && !batch.says_all_wanted;
   arena.In(batch.rows, &args->rows);
   arena.In(batch.extra_ids, &args->extra_ids);
+  arena.In(batch.support_ids, &args->support_ids);
   const auto count = static_cast<int64_t>(batch.rows.size());
   CrossEntropyAnswers& fields = args->answers;
   AddOutput(arena, count, kUnwrittenFloat, &to->loss, &fields.loss);

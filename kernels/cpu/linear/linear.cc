@@ -255,7 +255,46 @@ void LossOfRows(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScra
   CrossEntropyMerge({.shape = shape, .blocks = block, .cross_entropy = args.cross_entropy}, pool);
 }
 
-// Writes the answers of all rows, and multiplies those that are not left out.
+// The hidden states of `count` of the rows, one after another.
+TensorView GatherStates(const TensorView& hidden, const int64_t* rows, int64_t count,
+                        Buffer<std::byte>& memory) {
+  const auto size = static_cast<int64_t>(SizeOf(hidden.dtype));
+  const int64_t stride = RoundUp(hidden.cols, 16);
+  std::byte* const to = memory.Get(count * stride * size);
+  for (int64_t i = 0; i < count; ++i) {
+    std::copy_n(static_cast<const std::byte*>(hidden.data) + rows[i] * hidden.row_stride * size,
+                hidden.cols * size, to + i * stride * size);
+  }
+  return {to, hidden.dtype, count, hidden.cols, stride};
+}
+
+// Writes the answers of the rows with supports, from the logits that linear_sample makes.
+void LossOfSupported(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                     const std::atomic<bool>* abandoned) {
+  constexpr int64_t kAtOnce = 256;
+  CountedScratch& own = scratch.counted;
+  int64_t* const supported = own.places.Get(args.hidden.rows);
+  int64_t all = 0;
+  for (int64_t r = 0; r < args.hidden.rows; ++r) {
+    const CrossEntropyRow& ask = args.cross_entropy.rows[r];
+    if (ask.active != 0 && !IsWhole(ask)) supported[all++] = r;
+  }
+  for (int64_t begin = 0; begin < all && !IsAbandoned(abandoned); begin += kAtOnce) {
+    const int64_t* const rows = supported + begin;
+    const TensorView hidden =
+        GatherStates(args.hidden, rows, std::min(kAtOnce, all - begin), own.hidden);
+    ForEachBlock(hidden, args.head, pool, scratch, abandoned,
+                 [&](int64_t first, const TensorView& logits) {
+                   CrossEntropyArgs part = args.cross_entropy;
+                   part.logits = logits;
+                   pool.ParallelFor(logits.rows, [&](int64_t i) {
+                     CrossEntropyOfSupport(part, rows[first + i], RowData(logits, i));
+                   });
+                 });
+  }
+}
+
+// Writes the answers of all rows without supports, and multiplies those that are not left out.
 void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearScratch& scratch,
                    const std::atomic<bool>* abandoned) {
   const TensorView& hidden = args.hidden;
@@ -265,28 +304,21 @@ void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearS
   int64_t all = 0;
   for (int64_t r = 0; r < hidden.rows; ++r) {
     const CrossEntropyRow& ask = args.cross_entropy.rows[r];
-    if (ask.active == 0) continue;
-    if (AsksForNothing(ask)) {
+    if (!IsWhole(ask)) continue;
+    if (IsLeftOut(args.cross_entropy, ask)) {
       AnswerLeftOut(to, r);
     } else {
       counted[all++] = r;
     }
   }
   const int64_t at_once = LossRowsAtOnce(all, hidden.cols);
-  const auto size = static_cast<int64_t>(SizeOf(hidden.dtype));
-  const int64_t stride = RoundUp(hidden.cols, 16);
   for (int64_t begin = 0; begin < all && !IsAbandoned(abandoned); begin += at_once) {
     const int64_t count = std::min(at_once, all - begin);
     const int64_t* const at = counted + begin;
-    std::byte* const states = own.hidden.Get(count * stride * size);
     CrossEntropyRow* const rows = own.rows.Get(count);
-    for (int64_t i = 0; i < count; ++i) {
-      rows[i] = args.cross_entropy.rows[at[i]];
-      std::copy_n(static_cast<const std::byte*>(hidden.data) + at[i] * hidden.row_stride * size,
-                  hidden.cols * size, states + i * stride * size);
-    }
+    for (int64_t i = 0; i < count; ++i) rows[i] = args.cross_entropy.rows[at[i]];
     LinearCrossEntropyArgs part = args;
-    part.hidden = {states, hidden.dtype, count, hidden.cols, stride};
+    part.hidden = GatherStates(hidden, at, count, own.hidden);
     part.cross_entropy.rows = rows;
     CrossEntropyAnswers& answers = part.cross_entropy.answers;
     answers.loss = own.values.Get(4 * count);
@@ -458,7 +490,9 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
 
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned) {
-  if (args.cross_entropy.counted_rows >= 0) {
+  const bool supported = args.cross_entropy.max_support > 0;
+  if (supported) LossOfSupported(args, pool, scratch, abandoned);
+  if (args.cross_entropy.counted_rows >= 0 || supported) {
     LossOfCounted(args, pool, scratch, abandoned);
     return;
   }

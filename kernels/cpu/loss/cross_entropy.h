@@ -45,6 +45,9 @@ void CrossEntropyTraining(const CrossEntropyTrainingArgs& args, ThreadPool& pool
 
 // The same of one row, on the calling thread.
 void CrossEntropyOfRow(const CrossEntropyArgs& args, int64_t r);
+// The same of a row with a support, whose logits, of the type and number of args.logits, are
+// `logits`.
+void CrossEntropyOfSupport(const CrossEntropyArgs& args, int64_t r, const void* logits);
 void CrossEntropyBackwardOfRow(const CrossEntropyBackwardArgs& args, int64_t r);
 
 // The two halves of linear_cross_entropy on a shard; the contract is kernels/shards.h. A whole head
