@@ -11,13 +11,6 @@
 namespace logitd {
 namespace {
 
-absl::Status CheckTarget(size_t r, int32_t target, int64_t vocab) {
-  if (target == kIgnoredTarget || (target >= 0 && target < vocab)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("target: got %d at row %d, allowed 0..%d, or %d for a row not counted",
-                      target, r, vocab - 1, kIgnoredTarget));
-}
-
 absl::Status NotWithSupport(size_t r, std::string_view other, double value) {
   return absl::InvalidArgumentError(
       absl::StrFormat("support_ids: got some at row %d, allowed none with %s %g", r, other, value));
@@ -67,6 +60,13 @@ absl::Status CheckRow(const CrossEntropyRequest& request, size_t r) {
 }
 
 }  // namespace
+
+absl::Status CheckTarget(size_t r, int32_t target, int64_t vocab) {
+  if (target == kIgnoredTarget || (target >= 0 && target < vocab)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("target: got %d at row %d, allowed 0..%d, or %d for a row not counted",
+                      target, r, vocab - 1, kIgnoredTarget));
+}
 
 absl::Status CheckCrossEntropy(const CrossEntropyRequest& request) {
   LOGITD_RETURN_IF_ERROR(CheckRange("vocab", request.vocab, 1, kMaxVocab));

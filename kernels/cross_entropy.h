@@ -2,6 +2,7 @@
 #ifndef LOGITD_KERNELS_CROSS_ENTROPY_H_
 #define LOGITD_KERNELS_CROSS_ENTROPY_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/status/status.h"
@@ -215,6 +216,9 @@ struct CrossEntropyRequest {
 // OK, or INVALID_ARGUMENT with the field, the row, the value and what is allowed. Checks only the
 // parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
 absl::Status CheckCrossEntropy(const CrossEntropyRequest& request);
+
+// OK where the target of row `r` is a token or kIgnoredTarget, else INVALID_ARGUMENT. Thread-safe.
+absl::Status CheckTarget(size_t r, int32_t target, int64_t vocab);
 
 }  // namespace logitd
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cross_entropy.h"
+#include "kernels/divergence.h"
 #include "kernels/head.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
@@ -53,6 +54,15 @@ inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t
           .head = args.head,
           .cross_entropy = RowsFrom(args.cross_entropy, first)};
 }
+
+// Two heads of one vocabulary, of any sizes and types. Neither is cut over several devices.
+struct LinearDivergenceArgs {
+  TensorView hidden;  // as in LinearTopKArgs
+  HeadView head;
+  TensorView reference_hidden;  // as many rows, of reference_head
+  HeadView reference_head;
+  DivergenceArgs divergence;  // its logits are ignored
+};
 
 // Writes the gradients of sum_r upstream_r loss_r. G is the [rows, vocab] gradient of the logits x:
 // that of CrossEntropyBackwardArgs, times the derivative of the head's softcap. It never exists as

@@ -57,8 +57,8 @@ struct TensorView {
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements, >= cols
   // Rows that lie apart: row r is at row_data[r], and neither `data` nor `row_stride` is used. Only
-  // the CPU backend's ops on logits (SoftmaxTopK, Sample, Verify, CrossEntropy) take such logits,
-  // and RowsOf does not. Null: all rows are in `data`.
+  // the CPU backend's ops on logits (SoftmaxTopK, Sample, Verify, CrossEntropy, Divergence) take
+  // such logits, and RowsOf does not. Null: all rows are in `data`.
   const void* const* row_data = nullptr;
 };
 

@@ -18,6 +18,7 @@
 #include "kernels/cpu/attention/attention_softmax.h"
 #include "kernels/cpu/linear/linear.h"
 #include "kernels/cpu/loss/cross_entropy.h"
+#include "kernels/cpu/loss/divergence.h"
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
 #include "kernels/cpu/sampling/verify.h"
@@ -31,8 +32,9 @@ namespace {
 constexpr int kMaxThreads = 1024;
 
 // Memory of a stream's ops, by its type, and the flag of Stream::Watch.
-using Memory = std::tuple<cpu::SketchScratch, cpu::SampleCallScratch, cpu::Buffer<double>,
-                          cpu::LossScratch, cpu::LinearScratch, const std::atomic<bool>*>;
+using Memory =
+    std::tuple<cpu::SketchScratch, cpu::SampleCallScratch, cpu::Buffer<double>, cpu::LossScratch,
+               cpu::DivergenceScratch, cpu::LinearScratch, const std::atomic<bool>*>;
 
 // An op's function, which is found by the arguments that it takes.
 template <class Args, class... More>
@@ -59,11 +61,13 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::CrossEntropy),
     Function(&cpu::CrossEntropyBackward),
     Function(&cpu::CrossEntropyTraining),
+    Function(&cpu::Divergence),
     Function(&cpu::LinearTopK),
     Function(&cpu::LinearSample),
     Function(&cpu::LinearCrossEntropy),
     Function(&cpu::LinearCrossEntropyBackward),
     Function(&cpu::LinearCrossEntropyTraining),
+    Function(&cpu::LinearDivergence),
     Function(&cpu::LinearTopKPartial),
     Function(&cpu::TopKMerge),
     Function(&cpu::LinearSamplePartial),

@@ -37,11 +37,13 @@ constexpr Overloaded kLaunchers = {
     Launcher(&CrossEntropy),
     Launcher(&CrossEntropyBackward),
     Launcher(&CrossEntropyTraining),
+    Launcher(&Divergence),
     Launcher(&LinearTopK, LinearOp::kTokens),
     Launcher(&LinearSample, LinearOp::kTokens),
     Launcher(&LinearCrossEntropy, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
     Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),
+    Launcher(&LinearDivergence, LinearOp::kLosses),
     Launcher(&LinearTopKPartial, LinearOp::kTokens),
     Launcher(&LinearTopKMerge),
     Launcher(&LinearSamplePartial, LinearOp::kTokens),
@@ -185,7 +187,11 @@ absl::Status CudaStream::Start(std::string_view name, const Launch& launch, cons
   } else if constexpr (std::is_invocable_v<Launch, const Args&, Scratch&, cudaStream_t>) {
     return ToStatus(launch(args, scratch_, stream_), name);
   } else {
-    if (RouteOf(op, HeadOf(args), scratch_).cublas_lt) LOGITD_RETURN_IF_ERROR(products_status_);
+    bool multiplies = RouteOf(op, HeadOf(args), scratch_).cublas_lt;
+    if constexpr (requires { args.reference_head; }) {
+      multiplies |= RouteOf(op, args.reference_head, scratch_).cublas_lt;
+    }
+    if (multiplies) LOGITD_RETURN_IF_ERROR(products_status_);
     return ToStatus(launch(args, products_, scratch_, stream_), name);
   }
 }

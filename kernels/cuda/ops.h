@@ -11,6 +11,7 @@
 #include "kernels/attention_softmax.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/scratch.h"
+#include "kernels/divergence.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
@@ -29,6 +30,7 @@ cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
                                      const Scratch& scratch, cudaStream_t stream);
 cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
+cudaError_t Divergence(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream);
 
 // The linear ops. `products` belongs to the stream and has a workspace of
 // ProductWorkspaceBytes(scratch) bytes.
@@ -41,6 +43,8 @@ cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const
                          cudaStream_t stream);
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream);
+cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
+                             const Scratch& scratch, cudaStream_t stream);
 cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args,
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream);

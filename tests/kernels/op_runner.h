@@ -135,7 +135,13 @@ struct LossAnswer {
   std::vector<float> extra_logprobs;  // [extra entries]
 };
 
-// What a call of its backward is given.
+struct DivergenceAnswer {
+  std::vector<float> forward_kl, reverse_kl, entropy, reference_entropy;  // [rows], all of them
+  std::vector<float> logsumexp, reference_logsumexp, target_logprob, reference_target_logprob;
+  std::vector<RowStatus> status;
+};
+
+// What a call of cross_entropy's backward is given.
 struct LossBackwardCall {
   HostTensor logits;
   std::vector<CrossEntropyRow> rows;
@@ -289,6 +295,25 @@ inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, Lo
             &fields.extra_logprobs);
 }
 
+inline void Add(Arena& arena, const std::vector<DivergenceRow>& rows, DivergenceArgs* args,
+                DivergenceAnswer* to) {
+  arena.In(rows, &args->rows);
+  const auto count = static_cast<int64_t>(rows.size());
+  DivergenceAnswers& fields = args->answers;
+  const auto add = [&](std::vector<float>* values, float** field) {
+    AddOutput(arena, count, kUnwrittenFloat, values, field);
+  };
+  add(&to->forward_kl, &fields.forward_kl);
+  add(&to->reverse_kl, &fields.reverse_kl);
+  add(&to->entropy, &fields.entropy);
+  add(&to->reference_entropy, &fields.reference_entropy);
+  add(&to->logsumexp, &fields.logsumexp);
+  add(&to->reference_logsumexp, &fields.reference_logsumexp);
+  add(&to->target_logprob, &fields.target_logprob);
+  add(&to->reference_target_logprob, &fields.reference_target_logprob);
+  AddOutput(arena, count, kUnwrittenStatus, &to->status, &fields.status);
+}
+
 inline void Add(Arena& arena, const HostHead& head, HeadView* view) {
   Add(arena, head.weight, &view->weight);
   arena.In(head.bias, &view->bias);
@@ -397,6 +422,30 @@ class OpRunner {
     Add(*arena_, hidden, &args.hidden);
     Add(*arena_, head, &args.head);
     Add(*arena_, batch, &args.cross_entropy, &answer);
+    return Run(args, answer);
+  }
+
+  absl::StatusOr<DivergenceAnswer> Divergence(const HostTensor& logits, const HostTensor& reference,
+                                              const std::vector<DivergenceRow>& rows) {
+    DivergenceArgs args;
+    DivergenceAnswer answer;
+    Add(*arena_, logits, &args.logits);
+    Add(*arena_, reference, &args.reference_logits);
+    Add(*arena_, rows, &args, &answer);
+    return Run(args, answer);
+  }
+
+  absl::StatusOr<DivergenceAnswer> LinearDivergence(const HostTensor& hidden, const HostHead& head,
+                                                    const HostTensor& reference_hidden,
+                                                    const HostHead& reference_head,
+                                                    const std::vector<DivergenceRow>& rows) {
+    LinearDivergenceArgs args;
+    DivergenceAnswer answer;
+    Add(*arena_, hidden, &args.hidden);
+    Add(*arena_, head, &args.head);
+    Add(*arena_, reference_hidden, &args.reference_hidden);
+    Add(*arena_, reference_head, &args.reference_head);
+    Add(*arena_, rows, &args.divergence, &answer);
     return Run(args, answer);
   }
 

@@ -1,7 +1,7 @@
 // linear_* on the CPU.
 //
 //   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of
-//                   that name on the logits.
+//                   that name on the logits; divergence: those of both heads.
 //   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary,
 //                   reads them for the loss while they are in L2, and goes on to the next cell. So
 //                   logits never go to memory. What is left of a cell is its partials, which are
@@ -485,6 +485,22 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
                  SampleArgs part = RowsFrom(args.sample, first);
                  part.logits = logits;
                  Sample(part, pool, scratch.sample);
+               });
+}
+
+void LinearDivergence(const LinearDivergenceArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                      const std::atomic<bool>* abandoned) {
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 const int64_t rows = logits.rows, vocab = logits.cols;
+                 float* const reference = scratch.reference_logits.Get(rows * vocab);
+                 ComputeRows(args.reference_hidden, args.reference_head, first, rows, reference,
+                             vocab, pool, scratch, abandoned);
+                 if (IsAbandoned(abandoned)) return;
+                 DivergenceArgs part = RowsFrom(args.divergence, first);
+                 part.logits = logits;
+                 part.reference_logits = {reference, DType::kF32, rows, vocab, vocab};
+                 Divergence(part, pool, scratch.divergence);
                });
 }
 

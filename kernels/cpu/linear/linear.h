@@ -9,6 +9,7 @@
 
 #include "kernels/cpu/linear/product.h"
 #include "kernels/cpu/loss/cross_entropy.h"
+#include "kernels/cpu/loss/divergence.h"
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/thread_pool.h"
@@ -28,12 +29,15 @@ struct CountedScratch {
   Buffer<RowStatus> status;
 };
 
-// Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits.
+// Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits,
+// linear_divergence twice as much.
 // linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
 // bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums
 // for d_hidden, [rows, hidden].
 struct LinearScratch {
   AlignedBuffer packed, logits;
+  AlignedBuffer reference_logits;
+  DivergenceScratch divergence;
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
   SampleCallScratch sample;
@@ -54,6 +58,8 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
                   const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
+void LinearDivergence(const LinearDivergenceArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                      const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch);
 void LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args, ThreadPool& pool,

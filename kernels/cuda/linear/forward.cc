@@ -1,7 +1,7 @@
-// linear_topk, linear_sample, linear_cross_entropy: the logits of a block of rows are made in
-// scratch, in fp32, and the op that takes logits runs on them. hopper/loss.cu computes losses
-// without logits for the rows that want only losses and extras. routes.cc says which kernel makes
-// logits.
+// linear_topk, _sample, _cross_entropy, _divergence: the logits of a block of rows
+// are made in scratch, in fp32, of both heads for a divergence, and the op that takes logits runs
+// on them. hopper/loss.cu computes losses without logits for the rows that want only losses and
+// extras. routes.cc says which kernel makes logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
@@ -93,6 +93,30 @@ cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const
                          cudaStream_t stream) {
   return RunOnLogits(LinearOp::kTokens, args.hidden, args.head, args.sample, &Sample, products,
                      scratch, stream);
+}
+
+cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
+                             const Scratch& given, cudaStream_t stream) {
+  Scratch scratch = given;
+  const auto block_of = [&](const HeadView& head) {
+    const LinearRoute route = RouteOf(LinearOp::kTokens, head, scratch, /*logits=*/true);
+    return BlockLogits(head, head.vocab(), route, /*scratch_share=*/4, products, scratch, stream);
+  };
+  const BlockLogits block = block_of(args.head), reference = block_of(args.reference_head);
+  const int64_t at_once = std::min(block.rows(), reference.rows());
+  for (int64_t first = 0; first < args.hidden.rows; first += at_once) {
+    const int64_t rows = std::min(at_once, args.hidden.rows - first);
+    cudaError_t error = block.Make(RowsOf(args.hidden, first, rows), scratch);
+    if (error == cudaSuccess)
+      error = reference.Make(RowsOf(args.reference_hidden, first, rows), scratch);
+    if (error != cudaSuccess) return error;
+    DivergenceArgs block_args = RowsFrom(args.divergence, first);
+    block_args.logits = block.View(rows);
+    block_args.reference_logits = reference.View(rows);
+    error = Divergence(block_args, scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 namespace {

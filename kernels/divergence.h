@@ -1,0 +1,104 @@
+// divergence: how far two rows of logits over one vocabulary are from each other.
+#ifndef LOGITD_KERNELS_DIVERGENCE_H_
+#define LOGITD_KERNELS_DIVERGENCE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/row_params.h"
+#include "kernels/types.h"
+
+namespace logitd {
+
+// What one row asks for. All bytes zero: the row is skipped, and nothing is written for it.
+struct DivergenceRow {
+  int32_t active;               // 1; 0 = skip the row
+  int32_t target;               // 0..vocab-1, or kIgnoredTarget
+  float temperature;            // finite, > 0
+  float reference_temperature;  // finite, > 0
+};
+static_assert(sizeof(DivergenceRow) == 16);
+
+// The parameters of a row: name on the wire, member, default, allowed range.
+inline constexpr RowParam<DivergenceRow> kDivergenceParams[] = {
+    {"temperature", &DivergenceRow::temperature, 1, kAboveZero},
+    {"reference_temperature", &DivergenceRow::reference_temperature, 1, kAboveZero},
+};
+
+// Where the answers go; shared with linear_divergence. Each is [rows]; logarithms are natural.
+struct DivergenceAnswers {
+  float* forward_kl = nullptr;
+  float* reverse_kl = nullptr;
+  float* entropy = nullptr;
+  float* reference_entropy = nullptr;
+  float* logsumexp = nullptr;
+  float* reference_logsumexp = nullptr;
+  float* target_logprob = nullptr;
+  float* reference_target_logprob = nullptr;
+  RowStatus* status = nullptr;
+};
+
+// Writes, for every row, the divergences of two distributions: p = softmax(logits / temperature)
+// and q = softmax(reference_logits / reference_temperature). A temperature below kLeastTemperature
+// acts as that one.
+//
+//   forward_kl     = KL(p || q) = sum p (ln p - ln q)
+//   reverse_kl     = KL(q || p) = sum q (ln q - ln p)
+//   entropy        = - sum p ln p                       reference_entropy of q, in nats
+//   logsumexp      = ln sum exp(logits / temperature)   reference_logsumexp of the other row
+//   target_logprob = ln p of the target                 reference_target_logprob: ln q of it
+//
+// Divergences and entropies are never below 0; a row beside itself, at one temperature, has
+// divergences of exactly 0. The log-probabilities of an ignored target are 0.
+//
+// -inf has probability 0, and only -inf: it adds nothing to a sum that weighs it. A token that q
+// has not and p has makes forward_kl +inf, however small its p; reverse_kl likewise. +inf counts
+// as certain: n of them in a row have probability 1/n each and all else has 0; its logsumexp is
+// +inf. A row with nothing but -inf is empty: where one of the two is, the status is kEmptySupport,
+// both divergences are NaN, and the empty row has entropy NaN, logsumexp -inf and target
+// log-probability -inf; the answers of the other are those it always has. NaN anywhere in the two
+// rows: kNanLogit with the lowest token id that is NaN in either; all answers NaN, also those of
+// an ignored target. Other rows are not affected.
+//
+// A row's bits depend only on its two rows and what it asks for. Bits may differ between backends,
+// SIMD widths and GPU architectures. Against double precision, from the same logits: |error of a
+// logsumexp| <= 2e-6 max(1, |logsumexp|); other |errors| <= 4e-6 max(1, m), where m is the larger of
+// the answer's own size and ln V. A result beyond f32's range is infinite. Source: Kullback &
+// Leibler, On information and sufficiency, 1951.
+//
+// All pointers are in the memory of the backend that runs the op.
+struct DivergenceArgs {
+  TensorView logits;                    // [rows, vocab], f32 | f16 | bf16
+  TensorView reference_logits;          // the same shape and type; a stride of its own
+  const DivergenceRow* rows = nullptr;  // [rows]
+  DivergenceAnswers answers;
+};
+
+// The arguments of the rows from `first` on. The logits stay as they are.
+inline DivergenceArgs RowsFrom(DivergenceArgs args, int64_t first) {
+  DivergenceAnswers& to = args.answers;
+  args.rows += first;
+  for (float** values :
+       {&to.forward_kl, &to.reverse_kl, &to.entropy, &to.reference_entropy, &to.logsumexp,
+        &to.reference_logsumexp, &to.target_logprob, &to.reference_target_logprob}) {
+    *values += first;
+  }
+  to.status += first;
+  return args;
+}
+
+// A request as it came in.
+struct DivergenceRequest {
+  int64_t vocab = 0;                       // 1..kMaxVocab
+  absl::Span<const DivergenceRow> params;  // one for each row, each active
+};
+
+// OK, or INVALID_ARGUMENT with the field, the row, the value and what is allowed. Checks only the
+// parameters: CheckLogits checks logits, CheckHidden hidden states. Thread-safe.
+absl::Status CheckDivergence(const DivergenceRequest& request);
+
+}  // namespace logitd
+
+#endif  // LOGITD_KERNELS_DIVERGENCE_H_

@@ -1,0 +1,342 @@
+// What divergence must do on every backend: answers by hand, parity with double precision, and bits
+// that do not depend on other rows. One table for the CPU and the GPU.
+#ifndef LOGITD_TESTS_KERNELS_DIVERGENCE_CASES_H_
+#define LOGITD_TESTS_KERNELS_DIVERGENCE_CASES_H_
+
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "tests/kernels/divergence_reference.h"
+#include "tests/kernels/linear_cases.h"
+#include "tests/kernels/op_check.h"
+#include "tests/kernels/op_runner.h"
+#include "tests/kernels/reference.h"
+
+namespace logitd::testing {
+
+inline constexpr DivergenceRow kPlainDivergence = {
+    .active = 1, .target = kIgnoredTarget, .temperature = 1, .reference_temperature = 1};
+
+// ---- Answers by hand
+
+struct DivergenceClaim {
+  const char* name;
+  std::vector<float> logits, reference;
+  DivergenceRow ask = kPlainDivergence;
+  RowStatus status = {};
+  float forward_kl, reverse_kl, entropy, reference_entropy;
+  float logsumexp, reference_logsumexp;
+  float target_logprob = 0, reference_target_logprob = 0;
+};
+
+inline const std::vector<DivergenceClaim>& DivergenceClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f);
+  static constexpr DivergenceRow kSecond = {1, 1, 1, 1};
+  static const auto& claims = *new std::vector<DivergenceClaim>{
+      // clang-format off
+      {.name = "a row beside itself has no divergence", .logits = {ln3, 0}, .reference = {ln3, 0},
+       .forward_kl = 0, .reverse_kl = 0, .entropy = 0.56233514f, .reference_entropy = 0.56233514f,
+       .logsumexp = 2 * ln2, .reference_logsumexp = 2 * ln2},
+      // p = {3/4, 1/4}, q = {1/2, 1/2}: 3/4 ln 3/2 + 1/4 ln 1/2; 1/2 ln 2/3 + 1/2 ln 2
+      {.name = "the two directions differ", .logits = {ln3, 0}, .reference = {0, 0}, .ask = kSecond,
+       .forward_kl = 0.13081204f, .reverse_kl = 0.14384104f, .entropy = 0.56233514f,
+       .reference_entropy = ln2, .logsumexp = 2 * ln2, .reference_logsumexp = ln2,
+       .target_logprob = -2 * ln2, .reference_target_logprob = -ln2},
+      {.name = "a shift of all logits changes no divergence", .logits = {ln3, 0},
+       .reference = {64 + ln3, 64}, .forward_kl = 0, .reverse_kl = 0, .entropy = 0.56233514f,
+       .reference_entropy = 0.56233514f, .logsumexp = 2 * ln2,
+       .reference_logsumexp = 64 + 2 * ln2},
+      {.name = "each row has its own temperature", .logits = {2 * ln3, 0},
+       .reference = {ln3 / 2, 0}, .ask = {1, kIgnoredTarget, 2, 0.5f}, .forward_kl = 0,
+       .reverse_kl = 0, .entropy = 0.56233514f, .reference_entropy = 0.56233514f,
+       .logsumexp = 2 * ln2, .reference_logsumexp = 2 * ln2},
+      {.name = "a token that neither row has adds nothing", .logits = {0, -kInf, 0},
+       .reference = {0, -kInf, 0}, .ask = kSecond, .forward_kl = 0, .reverse_kl = 0,
+       .entropy = ln2, .reference_entropy = ln2, .logsumexp = ln2, .reference_logsumexp = ln2,
+       .target_logprob = -kInf, .reference_target_logprob = -kInf},
+      {.name = "a token that only p has makes the forward divergence inf", .logits = {0, 0},
+       .reference = {0, -kInf}, .ask = kSecond, .forward_kl = kInf, .reverse_kl = ln2,
+       .entropy = ln2, .reference_entropy = 0, .logsumexp = ln2, .reference_logsumexp = 0,
+       .target_logprob = -ln2, .reference_target_logprob = -kInf},
+      {.name = "a token that only q has makes the reverse divergence inf", .logits = {-kInf, 0},
+       .reference = {0, 0}, .forward_kl = ln2, .reverse_kl = kInf, .entropy = 0,
+       .reference_entropy = ln2, .logsumexp = 0, .reference_logsumexp = ln2},
+      {.name = "even a tiny probability that q has not makes it inf", .logits = {0, -5000},
+       .reference = {0, -kInf}, .forward_kl = kInf, .reverse_kl = 0, .entropy = 0,
+       .reference_entropy = 0, .logsumexp = 0, .reference_logsumexp = 0},
+      {.name = "a probability that rounds to 0 in q is no zero", .logits = {0, 0},
+       .reference = {0, -5000}, .forward_kl = 2500 - ln2, .reverse_kl = ln2, .entropy = ln2,
+       .reference_entropy = 0, .logsumexp = ln2, .reference_logsumexp = 0},
+      {.name = "rows without a common token differ by inf", .logits = {0, -kInf},
+       .reference = {-kInf, 0}, .forward_kl = kInf, .reverse_kl = kInf, .entropy = 0,
+       .reference_entropy = 0, .logsumexp = 0, .reference_logsumexp = 0},
+      {.name = "plus inf is certain", .logits = {kInf, 3}, .reference = {0, 0}, .ask = kSecond,
+       .forward_kl = ln2, .reverse_kl = kInf, .entropy = 0, .reference_entropy = ln2,
+       .logsumexp = kInf, .reference_logsumexp = ln2, .target_logprob = -kInf,
+       .reference_target_logprob = -ln2},
+      {.name = "tokens at plus inf share the probability", .logits = {kInf, 3, kInf},
+       .reference = {kInf, kInf, kInf}, .forward_kl = ln3 - ln2, .reverse_kl = kInf,
+       .entropy = ln2, .reference_entropy = ln3, .logsumexp = kInf, .reference_logsumexp = kInf},
+      {.name = "an empty row has no divergence from any", .logits = {-kInf, -kInf},
+       .reference = {0, 0}, .ask = kSecond, .status = {RowCode::kEmptySupport, -1},
+       .forward_kl = kNan, .reverse_kl = kNan, .entropy = kNan, .reference_entropy = ln2,
+       .logsumexp = -kInf, .reference_logsumexp = ln2, .target_logprob = -kInf,
+       .reference_target_logprob = -ln2},
+      {.name = "an empty reference has none either", .logits = {0, 0},
+       .reference = {-kInf, -kInf}, .status = {RowCode::kEmptySupport, -1}, .forward_kl = kNan,
+       .reverse_kl = kNan, .entropy = ln2, .reference_entropy = kNan, .logsumexp = ln2,
+       .reference_logsumexp = -kInf},
+      {.name = "NaN in the reference is found", .logits = {0, 0, kInf}, .reference = {0, kNan, 0},
+       .status = {RowCode::kNanLogit, 1}, .forward_kl = kNan, .reverse_kl = kNan, .entropy = kNan,
+       .reference_entropy = kNan, .logsumexp = kNan, .reference_logsumexp = kNan,
+       .target_logprob = kNan, .reference_target_logprob = kNan},
+      {.name = "the lowest NaN of both rows is told", .logits = {kNan, 0, 0},
+       .reference = {0, -kNan, 0}, .status = {RowCode::kNanLogit, 0}, .forward_kl = kNan,
+       .reverse_kl = kNan, .entropy = kNan, .reference_entropy = kNan, .logsumexp = kNan,
+       .reference_logsumexp = kNan, .target_logprob = kNan, .reference_target_logprob = kNan},
+      {.name = "one token is certain in both rows", .logits = {-7}, .reference = {5},
+       .ask = {1, 0, 1, 1}, .forward_kl = 0, .reverse_kl = 0, .entropy = 0,
+       .reference_entropy = 0, .logsumexp = -7, .reference_logsumexp = 5},
+      {.name = "nothing is written for a skipped row", .logits = {0, 1}, .reference = {1, 0},
+       .ask = {}, .status = kUnwrittenStatus, .forward_kl = kUnwrittenFloat,
+       .reverse_kl = kUnwrittenFloat, .entropy = kUnwrittenFloat,
+       .reference_entropy = kUnwrittenFloat, .logsumexp = kUnwrittenFloat,
+       .reference_logsumexp = kUnwrittenFloat, .target_logprob = kUnwrittenFloat,
+       .reference_target_logprob = kUnwrittenFloat},
+      // clang-format on
+  };
+  return claims;
+}
+
+// "" where the claim holds in every type that holds its logits, within rounding of those.
+inline std::string BrokenClaim(OpRunner& runner, const DivergenceClaim& claim) {
+  for (const DType dtype : kAllDTypes) {
+    const auto got = runner.Divergence(TensorOf(dtype, 1, claim.logits),
+                                       TensorOf(dtype, 1, claim.reference), {claim.ask});
+    if (!got.ok()) return got.status().ToString();
+    if (std::string status = DescribeStatus(got->status[0], claim.status); !status.empty()) {
+      return status;
+    }
+    struct Field {
+      const char* name;
+      float got, want;
+    };
+    for (const Field& field :
+         {Field{"forward_kl", got->forward_kl[0], claim.forward_kl},
+          Field{"reverse_kl", got->reverse_kl[0], claim.reverse_kl},
+          Field{"entropy", got->entropy[0], claim.entropy},
+          Field{"reference_entropy", got->reference_entropy[0], claim.reference_entropy},
+          Field{"logsumexp", got->logsumexp[0], claim.logsumexp},
+          Field{"reference_logsumexp", got->reference_logsumexp[0], claim.reference_logsumexp},
+          Field{"target_logprob", got->target_logprob[0], claim.target_logprob},
+          Field{"reference_target_logprob", got->reference_target_logprob[0],
+                claim.reference_target_logprob}}) {
+      // 16 bits hold the logarithms by hand only roughly.
+      const double rounding = dtype == DType::kF32 ? 4e-6 : dtype == DType::kF16 ? 2e-3 : 2e-2;
+      const double more = dtype != DType::kF32 && claim.reference[0] > 60 ? 0.3 : 0;
+      const double size = std::isfinite(field.want) ? std::fabs(field.want) : 0;
+      if (IsWithin(field.got, field.want, rounding * std::max(1.0, size) + more)) continue;
+      return absl::StrFormat("%s: %s: got %.9g, want %.9g", Name(dtype), field.name, field.got,
+                             field.want);
+    }
+  }
+  return "";
+}
+
+// ---- Parity with double precision
+
+struct DivergenceCase {
+  DType dtype = DType::kF32;
+  int64_t rows = 1;
+  int64_t vocab = 1;
+  int64_t stride_extra = 0;
+  int64_t offset = 0;
+  Fill fill = Fill::kNormal;
+  Fill reference_fill = Fill::kNormal;
+  uint64_t seed = 1;
+};
+
+inline std::string Describe(const DivergenceCase& c) {
+  return absl::StrFormat("divergence %dx%d %s stride +%d, offset %d, %s beside %s, seed %d", c.rows,
+                         c.vocab, Name(c.dtype), c.stride_extra, c.offset, Name(c.fill),
+                         Name(c.reference_fill), c.seed);
+}
+
+inline DivergenceRow RandomDivergence(int64_t vocab, std::mt19937_64& random) {
+  constexpr float kTemperatures[] = {1, 1, 0.5f, 2, 0.1f, 8};
+  return {.active = random() % 16 == 0 ? 0 : 1,
+          .target = random() % 4 == 0 ? kIgnoredTarget : static_cast<int32_t>(random() % vocab),
+          .temperature = kTemperatures[random() % 6],
+          .reference_temperature = kTemperatures[random() % 6]};
+}
+
+struct DivergenceInput {
+  HostTensor logits, reference;
+  std::vector<DivergenceRow> rows;
+};
+
+// Some references are the row with a little noise, as a student's are near the end of its training.
+inline DivergenceInput MakeInput(const DivergenceCase& c) {
+  const int64_t stride = c.vocab + c.stride_extra;
+  DivergenceInput in{.logits = HostTensor(c.dtype, c.rows, c.vocab, stride, c.offset),
+                     .reference = HostTensor(c.dtype, c.rows, c.vocab, stride + 5, c.offset + 1)};
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    FillRow(in.logits, r, c.fill, c.seed);
+    FillRow(in.reference, r, c.reference_fill, c.seed + 100);
+    if (r % 3 == 1) {
+      for (int64_t i = 0; i < c.vocab; ++i) {
+        const float x = in.logits.At(r, i);
+        const float noise = static_cast<float>(random() % 1000) * (r % 2 == 0 ? 1e-3f : 1e-5f);
+        in.reference.Set(r, i, x + noise);
+      }
+    }
+    in.rows.push_back(RandomDivergence(c.vocab, random));
+    if (r % 3 == 1) in.rows[r].reference_temperature = in.rows[r].temperature;
+  }
+  return in;
+}
+
+inline std::vector<DivergenceCase> DivergenceCases() {
+  std::vector<DivergenceCase> cases;
+  uint64_t seed = 0;
+  for (const DType dtype : kAllDTypes) {
+    for (const int64_t vocab : {1, 2, 31, 1000, 1024, 1025, 4099}) {
+      for (const Fill fill : kAllFills) {
+        for (const Fill reference : {fill, Fill::kNormal}) {
+          ++seed;
+          cases.push_back({dtype, vocab < 2000 ? 9 : 4, vocab, kStrides[seed % 5],
+                           kOffsets[seed % 7], fill, reference, seed});
+        }
+      }
+    }
+    cases.push_back({dtype, 3, 131072, 0, 0, Fill::kNormal, Fill::kUniform, ++seed});
+    cases.push_back({dtype, 3, 50257, 0, 1, Fill::kMostlyMinusInf, Fill::kNormal, ++seed});
+    cases.push_back({dtype, 300, 2000, 8, 0, Fill::kNormal, Fill::kOneHot, ++seed});
+  }
+  return cases;
+}
+
+inline std::string FirstDivergenceDifference(OpRunner& runner, const DivergenceCase& c) {
+  const DivergenceInput in = MakeInput(c);
+  const auto got = runner.Divergence(in.logits, in.reference, in.rows);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const DivergenceRow& ask = in.rows[r];
+    if (ask.active == 0) continue;
+    const auto want = ReferenceDivergence(LogitsOf(in.logits, r), LogitsOf(in.reference, r), ask);
+    const std::string difference = DescribeDifference(want, *got, r, static_cast<double>(c.vocab));
+    if (difference.empty()) continue;
+    return absl::StrFormat("%s: row %d (target %d, temperatures %g, %g): %s", Describe(c), r,
+                           ask.target, ask.temperature, ask.reference_temperature, difference);
+  }
+  return "";
+}
+
+// ---- What holds of every row
+
+// "" where rows beside themselves, which fills make of any kind, have divergences of exactly 0.
+inline std::string FirstDivergenceFromItself(OpRunner& runner, const Fill& fill) {
+  if (fill == Fill::kWithNan || fill == Fill::kAllMinusInf) return "";
+  for (const DType dtype : kAllDTypes) {
+    HostTensor logits(dtype, 5, 3001, 3001, 0);
+    std::vector<DivergenceRow> rows;
+    for (int64_t r = 0; r < 5; ++r) {
+      FillRow(logits, r, fill, 9);
+      rows.push_back({1, 7, 0.3f + static_cast<float>(r), 0.3f + static_cast<float>(r)});
+    }
+    const auto got = runner.Divergence(logits, logits, rows);
+    if (!got.ok()) return got.status().ToString();
+    for (int64_t r = 0; r < 5; ++r) {
+      if (got->forward_kl[r] == 0 && got->reverse_kl[r] == 0) continue;
+      return absl::StrFormat("%s %s row %d: %g, %g", Name(fill), Name(dtype), r, got->forward_kl[r],
+                             got->reverse_kl[r]);
+    }
+  }
+  return "";
+}
+inline std::vector<Fill> AllFills() { return {std::begin(kAllFills), std::end(kAllFills)}; }
+
+// All bits of row r's answer.
+inline std::string DivergenceBits(const DivergenceAnswer& got, int64_t r) {
+  std::string bits =
+      absl::StrFormat("%d %d", static_cast<int>(got.status[r].code), got.status[r].position);
+  for (const auto* values :
+       {&got.forward_kl, &got.reverse_kl, &got.entropy, &got.reference_entropy, &got.logsumexp,
+        &got.reference_logsumexp, &got.target_logprob, &got.reference_target_logprob}) {
+    absl::StrAppendFormat(&bits, " %08x", BitsOf((*values)[r]));
+  }
+  return bits;
+}
+
+// "" where each row of a case has the bits that it has alone, at another alignment.
+inline std::string BrokenDivergenceInvariance(OpRunner& runner, const DivergenceCase& c) {
+  const DivergenceInput in = MakeInput(c);
+  const auto got = runner.Divergence(in.logits, in.reference, in.rows);
+  if (!got.ok()) return got.status().ToString();
+  for (int64_t r = c.rows - 1; r >= 0; r -= std::max<int64_t>(1, c.rows / 8)) {
+    if (in.rows[r].active == 0) continue;
+    HostTensor x(c.dtype, 1, c.vocab, c.vocab, 0), y = x;
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      x.Set(0, i, in.logits.At(r, i));
+      y.Set(0, i, in.reference.At(r, i));
+    }
+    const auto alone = runner.Divergence(x, y, {in.rows[r]});
+    if (!alone.ok()) return alone.status().ToString();
+    if (DivergenceBits(*alone, 0) == DivergenceBits(*got, r)) continue;
+    return absl::StrFormat("%s: row %d has other bits alone: %s, not %s", Describe(c), r,
+                           DivergenceBits(*alone, 0), DivergenceBits(*got, r));
+  }
+  return "";
+}
+
+inline std::vector<DivergenceCase> DivergenceInvarianceCases() {
+  return {{DType::kF32, 700, 7, 1, 1, Fill::kNormal, Fill::kUniform, 1},
+          {DType::kBF16, 9, 33333, 5, 3, Fill::kWithNan, Fill::kNormal, 2},
+          {DType::kF16, 9, 4097, 0, 1, Fill::kManyTies, Fill::kWithPlusInf, 3},
+          {DType::kF32, 300, 5120, 3, 0, Fill::kHuge, Fill::kMostlyMinusInf, 4},
+          {DType::kBF16, 1000, 2048, 0, 0, Fill::kNormal, Fill::kNormal, 5},
+          {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, Fill::kNormal, 6}};
+}
+
+// ---- Hidden states
+
+// "" where two heads of different size and type give the answers of the op on their exact logits.
+inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const LinearCase& c) {
+  LinearCase other = c;
+  other.dtype = c.dtype == DType::kF32 ? DType::kBF16 : DType::kF32;
+  other.hidden = c.hidden + 24;
+  other.bias = !c.bias;
+  other.seed = c.seed + 50;
+  const LinearInput x = ExactInput(c), y = ExactInput(other);
+  std::vector<DivergenceRow> rows;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) rows.push_back(RandomDivergence(c.vocab, random));
+  const auto want = runner.Divergence(x.logits, y.logits, rows);
+  const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
+  if (!want.ok() || !got.ok()) return want.ok() ? got.status().ToString() : "the op failed";
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (DivergenceBits(*got, r) == DivergenceBits(*want, r)) continue;
+    return absl::StrFormat("%s: row %d: got %s, want %s", Describe(c), r, DivergenceBits(*got, r),
+                           DivergenceBits(*want, r));
+  }
+  return "";
+}
+
+inline std::vector<OpCheck> DivergenceChecks() {
+  return {
+      ForAll("KeepsEveryClaim", DivergenceClaims, BrokenClaim),
+      ForAll("AgreesWithDoublePrecision", DivergenceCases, FirstDivergenceDifference),
+      ForAll("ARowBesideItselfHasNoDivergence", AllFills, FirstDivergenceFromItself),
+      ForAll("ARowsBitsDoNotDependOnOtherRows", DivergenceInvarianceCases,
+             BrokenDivergenceInvariance),
+      ForAll("TwoHeadsGiveTheAnswersOfTheirLogits", ExactCases, FirstLinearDivergenceDifference),
+  };
+}
+
+}  // namespace logitd::testing
+
+#endif  // LOGITD_TESTS_KERNELS_DIVERGENCE_CASES_H_
