@@ -105,6 +105,25 @@ CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c, int64_t ignor
                       .status = arrays.Room<RowStatus>(c.rows)}};
 }
 
+DivergenceArgs ArgsOf(Arrays& arrays, const DivergenceCase& c) {
+  std::vector<DivergenceRow> rows(c.rows);
+  for (int64_t i = 0; i < c.rows; ++i) {
+    rows[i] = {1, static_cast<int32_t>(i % c.vocab), 1, 1};
+  }
+  return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
+          .reference_logits = View(nullptr, c.dtype, c.rows, c.vocab),
+          .rows = arrays.Put(rows),
+          .answers = {.forward_kl = arrays.Room<float>(c.rows),
+                      .reverse_kl = arrays.Room<float>(c.rows),
+                      .entropy = arrays.Room<float>(c.rows),
+                      .reference_entropy = arrays.Room<float>(c.rows),
+                      .logsumexp = arrays.Room<float>(c.rows),
+                      .reference_logsumexp = arrays.Room<float>(c.rows),
+                      .target_logprob = arrays.Room<float>(c.rows),
+                      .reference_target_logprob = arrays.Room<float>(c.rows),
+                      .status = arrays.Room<RowStatus>(c.rows)}};
+}
+
 // A quarter of the elements hides its key.
 std::vector<std::byte> MaskBytes(const AttentionCase& c) {
   if (c.mask == MaskKind::kNone) return {};
@@ -216,6 +235,18 @@ absl::StatusOr<double> TimeCase(const CrossEntropyCase& c, Device& device, Input
                       });
 }
 
+absl::StatusOr<double> TimeCase(const DivergenceCase& c, Device& device, Inputs& inputs) {
+  const size_t bytes = AlignedBytes(c.rows, c.vocab, c.dtype);
+  Arrays arrays(device);
+  DivergenceArgs args = ArgsOf(arrays, c);
+  return TimeOverSets(device, inputs, arrays, c.dtype, 2 * bytes, /*overwritten=*/false,
+                      RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.logits.data = set;
+                        args.reference_logits.data = set + bytes;
+                        return device.Run(args);
+                      });
+}
+
 absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& inputs) {
   Arrays arrays(device);
   // The device's normals are one sequence, which is the weights too: from half a row on, no state
@@ -227,10 +258,14 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
   // Small enough that the logits are a model's.
   HeadView head = {.weight = View(nullptr, c.dtype, c.vocab, c.hidden),
                    .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
+  HeadView reference = head;
+  const size_t weight_bytes = AlignedBytes(c.vocab, c.hidden, c.dtype);
+  const size_t set_bytes = (c.op == HeadOp::kDivergence ? 2 : 1) * weight_bytes;
   const auto time = [&](const auto& launch) {
-    return TimeOverSets(device, inputs, arrays, c.dtype, TensorBytes(c.vocab, c.hidden, c.dtype),
+    return TimeOverSets(device, inputs, arrays, c.dtype, set_bytes,
                         /*overwritten=*/false, RepeatForProduct(c.rows), [&](std::byte* set) {
                           head.weight.data = set;
+                          reference.weight.data = set + weight_bytes;
                           return launch();
                         });
   };
@@ -248,6 +283,13 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
                                                                 .repetition = 1,
                                                                 .want_rank = true}});
     return time([&] { return device.Run(LinearSampleArgs{hidden, head, sample}); });
+  }
+  if (c.op == HeadOp::kDivergence) {
+    const DivergenceArgs divergence =
+        ArgsOf(arrays, DivergenceCase{.rows = c.rows, .vocab = c.vocab, .dtype = DType::kF32});
+    return time([&] {
+      return device.Run(LinearDivergenceArgs{hidden, head, hidden, reference, divergence});
+    });
   }
   const CrossEntropyArgs loss = ArgsOf(
       arrays,

@@ -74,9 +74,17 @@ struct CrossEntropyCase {
   }
 };
 
+struct DivergenceCase {
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+
+  double FloorBytes() const { return 2 * TensorBytes(rows, vocab, dtype); }
+};
+
 // An op on hidden states under a head without bias, norm or softcap. Training is loss and gradients
-// in one call.
-enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining };
+// in one call; a divergence is of two such heads.
+enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining, kDivergence };
 struct HeadCase {
   HeadOp op;
   int64_t rows;
@@ -85,10 +93,13 @@ struct HeadCase {
   DType dtype;
   int64_t ignored = 0;  // rows of losses and training whose target is ignored, here and there
 
-  double FloorBytes() const { return TensorBytes(vocab, hidden, dtype); }
+  double FloorBytes() const {
+    return (op == HeadOp::kDivergence ? 2 : 1) * TensorBytes(vocab, hidden, dtype);
+  }
 };
 
-using Case = std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, HeadCase>;
+using Case =
+    std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, DivergenceCase, HeadCase>;
 
 // The time of a peer for the same work on an H200 (bench/results/h200/peers.json says which card,
 // and when), and our goals there.

@@ -533,15 +533,32 @@ constexpr Entry kCpuHead[] = {
     {"training, bf16", HeadCase{kTraining, 256, 2048, 32000, kBF16}},
 };
 
+// ---- divergence --------------------------------------------------------------------------------
+
+constexpr Entry kDivergenceEntries[] = {
+    {"a student beside its teacher", DivergenceCase{512, 131072, kF32}},
+    {"a student beside its teacher, bf16", DivergenceCase{512, 131072, kBF16}},
+    {"one row, bf16", DivergenceCase{1, 131072, kBF16}},
+};
+constexpr Entry kCudaDivergence[] = {
+    {"two heads of a model", HeadCase{kDivergence, 4096, 4096, 128256, kBF16}, Share(0.95)},
+    {"two heads of a model, few rows", HeadCase{kDivergence, 64, 4096, 128256, kBF16}},
+};
+constexpr Entry kCpuDivergence[] = {
+    {"two small heads", HeadCase{kDivergence, 256, 512, 32000, kF32}},
+};
+
 }  // namespace
 
 std::vector<absl::Span<const Entry>> CpuEntries() {
-  return {kCpuTopK, kSampleEntries, kCpuSample, kCpuAttention, kCpuCrossEntropy, kCpuHead};
+  return {kCpuTopK,         kSampleEntries, kCpuSample,         kCpuAttention,
+          kCpuCrossEntropy, kCpuHead,       kDivergenceEntries, kCpuDivergence};
 }
 
 std::vector<absl::Span<const Entry>> CudaEntries() {
-  return {kCudaTopK, kSampleEntries, kCudaAttention, kCudaCrossEntropy, kCudaCrossEntropyTraining,
-          kCudaHead};
+  return {
+      kCudaTopK, kSampleEntries,     kCudaAttention, kCudaCrossEntropy, kCudaCrossEntropyTraining,
+      kCudaHead, kDivergenceEntries, kCudaDivergence};
 }
 
 }  // namespace logitd::bench

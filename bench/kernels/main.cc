@@ -88,9 +88,18 @@ Record RecordOf(const CrossEntropyCase& c) {
           .bytes = c.FloorBytes()};
 }
 
+Record RecordOf(const DivergenceCase& c) {
+  return {.op = "divergence",
+          .shape = absl::StrFormat("%dx%d %s", c.rows, c.vocab, Name(c.dtype)),
+          .fields = {{"rows", c.rows}, {"vocab", c.vocab}, {"dtype", Name(c.dtype)}},
+          .floor = Floor::kRead,
+          .bytes = c.FloorBytes()};
+}
+
 Record RecordOf(const HeadCase& c) {
   constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy",
-                                  "linear_cross_entropy forward and backward"};  // by HeadOp
+                                  "linear_cross_entropy forward and backward",
+                                  "linear_divergence"};  // by HeadOp
   return {.op = kOps[static_cast<int>(c.op)],
           .shape = absl::StrFormat("%dx%dx%d %s", c.rows, c.hidden, c.vocab, Name(c.dtype)),
           .fields = {{"rows", c.rows},
@@ -132,8 +141,10 @@ class Bench {
     if (const auto* head = std::get_if<HeadCase>(&shape)) {
       const auto product = TimeProduct(*head, device_, inputs_);
       if (!product.ok()) return product.status();
-      // The gradients are a product each.
-      record.product_us = *product * (head->op == HeadOp::kTraining ? 3 : 1);
+      // The gradients are a product each; a divergence has two heads.
+      record.product_us = *product * (head->op == HeadOp::kTraining     ? 3
+                                      : head->op == HeadOp::kDivergence ? 2
+                                                                        : 1);
     }
     return absl::OkStatus();
   }
