@@ -24,7 +24,8 @@ namespace {
 
 constexpr size_t kMaxName = 128;
 constexpr size_t kMaxPath = 4096;
-constexpr size_t kMaxListed = 10;  // names in an error
+constexpr size_t kMaxListed = 10;      // names in an error
+constexpr size_t kMaxUnloaded = 4096;  // names whose versions are kept
 constexpr absl::Duration kTurnPoll = absl::Milliseconds(100);
 
 // An error of the same code and device, with a longer text.
@@ -106,6 +107,12 @@ absl::Status Heads::CheckNew(const std::string& name) const {
       absl::StrFormat("head %s is loaded, allowed another name, or unload it first", name));
 }
 
+// The version of the next head of this name.
+int64_t Heads::NextVersion(const std::string& name) const {
+  const auto last = unloaded_.find(name);
+  return (last == unloaded_.end() ? forgotten_ : last->second) + 1;
+}
+
 // Waits until no other load reads files. False: `progress` ended the wait.
 bool Heads::TakeTurn(absl::FunctionRef<bool(const HeadProgress&)> progress) {
   do {
@@ -121,6 +128,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
   LOGITD_RETURN_IF_ERROR(CheckShard(request));
   const std::string& name = request.name;
+  int64_t version;
   {
     MutexLock lock(mutex_);
     LOGITD_RETURN_IF_ERROR(CheckNew(name));
@@ -128,17 +136,21 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
       return absl::AlreadyExistsError(
           absl::StrFormat("head %s is being loaded, allowed another name", name));
     }
+    version = NextVersion(name);
   }
   const bool in_turn = TakeTurn(progress);
   absl::StatusOr<std::shared_ptr<const Head>> head =
       absl::CancelledError("the load was cancelled before its turn");
-  if (in_turn) head = Read(request, progress);
+  if (in_turn) head = Read(request, version, progress);
   {
     MutexLock lock(mutex_);
     loading_.erase(name);
     if (in_turn) reading_ = false;
-    if (head.ok()) heads_[name] = *head;
-    if (head.ok()) CountHeads();
+    if (head.ok()) {
+      heads_[name] = *head;
+      unloaded_.erase(name);
+      CountHeads();
+    }
     read_ended_.SignalAll();
   }
   if (head.ok()) return head;
@@ -149,7 +161,8 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
 }
 
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
-    const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const {
+    const HeadRequest& request, int64_t version,
+    absl::FunctionRef<bool(const HeadProgress&)> progress) const {
   const int64_t start_ns = MonotonicNanos();
   const absl::StatusOr<HeadSource> source = OpenHeadSource(request);
   if (!source.ok()) return source.status();
@@ -191,6 +204,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
   }
   return std::make_shared<const Head>(*std::move(copies),
                                       HeadInfo{.name = request.name,
+                                               .version = version,
                                                .path = request.path,
                                                .tensor = source->weight.name,
                                                .stored_vocab = source->weight.shape[0],
@@ -252,6 +266,11 @@ absl::Status Heads::Unload(std::string_view name) {
   if (it == heads_.end()) return NoSuchHead(name);
   last = std::move(it->second);
   heads_.erase(it);
+  if (unloaded_.size() == kMaxUnloaded) {
+    for (const auto& [other, version] : unloaded_) forgotten_ = std::max(forgotten_, version);
+    unloaded_.clear();
+  }
+  unloaded_[std::string(name)] = last->info().version;
   CountHeads();
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: unloaded", name);
   return absl::OkStatus();

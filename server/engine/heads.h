@@ -32,6 +32,9 @@ struct HeadLayout;
 // A head's description.
 struct HeadInfo {
   std::string name;
+  // From 1. Heads of a name that come one after another have higher ones, also where it was
+  // unloaded in between.
+  int64_t version = 1;
   std::string path;          // as the request gave it
   std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
   int64_t stored_vocab = 0;  // rows in the file; more than the head's if the weight is padded
@@ -144,12 +147,14 @@ class Heads {
  private:
   bool TakeTurn(absl::FunctionRef<bool(const HeadProgress&)> progress);
   absl::StatusOr<std::shared_ptr<const Head>> Read(
-      const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) const;
+      const HeadRequest& request, int64_t version,
+      absl::FunctionRef<bool(const HeadProgress&)> progress) const;
   absl::StatusOr<std::vector<Head::Copy>> Allocate(const std::vector<HeadLayout>& layouts) const;
   absl::Status NoMemory(size_t needed, const absl::Status& why) const;
   absl::Status CheckShard(const HeadRequest& request) const;
   absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t NextVersion(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountHeads() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::shared_ptr<const Devices> devices_;
@@ -163,6 +168,10 @@ class Heads {
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;                        // a thread is in Read
   std::set<std::string, std::less<>> loading_ ABSL_GUARDED_BY(mutex_);  // in Load
   std::map<std::string, std::shared_ptr<const Head>, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
+  // The last versions of unloaded names. Those that are forgotten, so that there are never too
+  // many, were at most `forgotten_`.
+  std::map<std::string, int64_t, std::less<>> unloaded_ ABSL_GUARDED_BY(mutex_);
+  int64_t forgotten_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace logitd::engine

@@ -57,6 +57,7 @@ v1::Head Describe(const engine::Head& head) {
   out.set_device_bytes(info.device_bytes);
   out.set_loaded_unix_ms(absl::ToUnixMillis(info.loaded));
   out.set_load_ms(absl::ToInt64Milliseconds(info.load_time));
+  out.set_head_version(info.version);
   for (const std::string& warning : info.warnings) out.add_warnings(warning);
   if (!head.sharded()) return out;
   int64_t first_token = 0;

@@ -300,6 +300,25 @@ TEST_F(HeadsTest, ANameIsTakenUntilItIsUnloaded) {
   EXPECT_TRUE(Load(Request("only.safetensors")).ok());
 }
 
+TEST_F(HeadsTest, AVersionNeverMeansTwoHeadsOfAName) {
+  const auto version = [&](const std::string& name) {
+    return heads_.Load(Named(name, "named.safetensors"), Always).value()->info().version;
+  };
+  EXPECT_EQ(version("a"), 1);
+  EXPECT_EQ(version("b"), 1);
+  ASSERT_TRUE(heads_.Unload("a").ok());
+  EXPECT_FALSE(heads_.Load(Named("a", "none"), Always).ok());  // takes no version
+  EXPECT_EQ(version("a"), 2);
+  // So many names are unloaded that the version of "a" is forgotten.
+  ASSERT_TRUE(heads_.Unload("a").ok());
+  for (int i = 0; i < 5000; ++i) {
+    const std::string name = absl::StrCat("n", i);
+    ASSERT_LE(version(name), 3);
+    ASSERT_TRUE(heads_.Unload(name).ok());
+  }
+  EXPECT_EQ(version("a"), 3);
+}
+
 TEST_F(HeadsTest, AnUnloadedHeadStaysValidForItsUsers) {
   auto head = *Load(Request("named.safetensors"));
   const auto bytes = head->info().device_bytes;

@@ -119,6 +119,7 @@ class FieldComparison {
     Shape(expected, ours);
     Note("head", ours.head == expected.head());
     Note("hidden_size", ours.hidden_size == expected.hidden_size());
+    Note("head_version", ours.head_version == expected.head_version());
     Bytes("input", expected.has_hidden() ? expected.hidden() : expected.logits(), ours.input.range);
   }
 

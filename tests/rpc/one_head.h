@@ -31,6 +31,7 @@ class OneHead {
  public:
   static constexpr std::string_view kLease = "0123456789abcdef";
   static constexpr size_t kLeaseBytes = 4096;
+  static constexpr int64_t kVersion = 7;
 
   OneHead() {
     const int fd = memfd_create("lease", MFD_CLOEXEC);
@@ -78,7 +79,7 @@ class OneHead {
           {.backend = backend_.get(),
            .memory = {},
            .view = {.weight = {.dtype = DType::kF32, .rows = 3, .cols = 2, .row_stride = 4}}}},
-      engine::HeadInfo{.name = "h"});
+      engine::HeadInfo{.name = "h", .version = kVersion});
   void* leased_ = nullptr;
   std::shared_ptr<const arena::Arena> arena_;
 };

@@ -459,6 +459,21 @@ v1::VerifyRequest Drafts() {
   return request;
 }
 
+TEST(SampleCodecTest, AnAnswerSaysTheVersionOfItsHead) {
+  v1::SampleRequest request = Hidden();
+  AskForAll(request);
+  for (int n : {1, 0}) request.add_more_draws(n);
+  for (int id : {0, 1}) request.add_extra_ids(id);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  const Outputs outputs;
+  const std::string bytes = p.codec.Encode({.outputs = outputs.spans}, {}).ToString();
+  v1::SampleResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  EXPECT_EQ(response.head_version(), testing::OneHead::kVersion);
+  EXPECT_EQ(response.SerializeAsString(), bytes);
+}
+
 TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   ParsedVerify p(Drafts());
   ASSERT_TRUE(p.status.ok()) << p.status;

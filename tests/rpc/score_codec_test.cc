@@ -330,6 +330,12 @@ TEST(ScoreCodecTest, AnswerIsWhatGeneratedCodeReads) {
   EXPECT_DOUBLE_EQ(totals.perplexity(), std::exp(1.25));
 }
 
+TEST(ScoreCodecTest, AnAnswerSaysTheVersionOfItsHead) {
+  Parsed p(Hidden({1, -100, 2}));
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(AnswerOf(p).head_version(), testing::OneHead::kVersion);
+}
+
 TEST(ScoreCodecTest, WhatIsNotWantedIsNotSent) {
   Parsed p(Plain({1, -100, 2}));
   ASSERT_TRUE(p.status.ok()) << p.status;
@@ -541,6 +547,12 @@ TEST(ScoreSequenceTest, KeepsTheHeadItBeganWithAlsoWhenThatIsUnloaded) {
   named.set_vocab(3);
   Parsed again(named, sequence, &heads);
   EXPECT_TRUE(again.status.ok()) << again.status;
+  named.set_head_version(testing::OneHead::kVersion);
+  EXPECT_TRUE(Parsed(named, sequence, &heads).status.ok());
+  named.set_head_version(testing::OneHead::kVersion + 1);
+  EXPECT_EQ(
+      Parsed(named, sequence, &heads).status,
+      absl::FailedPreconditionError("head_version: got 8, allowed 7, which head h has, or 0"));
   EXPECT_EQ(Parsed(Hidden({0}), std::make_shared<ScoreSequence>(), &heads).status.code(),
             absl::StatusCode::kNotFound);
 }

@@ -127,6 +127,24 @@ TEST(TopKCodecTest, RequestsOfOneHeadShareABatchAndThoseOfLogitsDoNot) {
   EXPECT_FALSE(key(HiddenRequest()) == key(Request(2, 2, {1})));
 }
 
+TEST(TopKCodecTest, ADemandedVersionIsServedAndAnswersSayTheirs) {
+  v1::TopKRequest request = HiddenRequest();
+  for (const int64_t demanded : {int64_t{0}, testing::OneHead::kVersion}) {
+    request.set_head_version(demanded);
+    Parsed p(request);
+    ASSERT_TRUE(p.status.ok()) << p.status;
+    const std::vector<std::byte> zeros(64);
+    const absl::Span<const std::byte> outputs[] = {
+        absl::MakeSpan(zeros).first(8), absl::MakeSpan(zeros).first(2 * sizeof(RowStatus)),
+        absl::MakeSpan(zeros).first(24), absl::MakeSpan(zeros).first(24)};
+    const EncodedMessage answer = p.codec.Encode({.outputs = outputs}, {});
+    v1::TopKResponse response;
+    ASSERT_TRUE(response.ParseFromString(answer.ToString()));
+    EXPECT_EQ(response.head_version(), testing::OneHead::kVersion);
+    EXPECT_EQ(response.SerializeAsString(), answer.ToString());
+  }
+}
+
 TEST(TopKCodecTest, AnUnloadedHeadLivesAsLongAsItsCall) {
   std::weak_ptr<const engine::Head> watch;
   {
@@ -170,7 +188,11 @@ const testing::Refused<v1::TopKRequest> kRefusedHidden[] = {
        r->set_vocab(2);
        r->set_logits("0123456789abcdef");
      },
-     "hidden_size: got 2, allowed 0"}};
+     "hidden_size: got 2, allowed 0"},
+    {"another_version", [](R r) { r->set_head_version(6); },
+     "head_version: got 6, allowed 7, which head h has, or 0",
+     absl::StatusCode::kFailedPrecondition},
+    {"no_version", [](R r) { r->set_head_version(-1); }, "head_version: got -1, allowed 0.."}};
 
 TEST(TopKCodecTest, HiddenStatesAreRefusedNamingTheField) {
   testing::ExpectRefused(HiddenRequest(), kRefusedHidden,
@@ -211,7 +233,9 @@ const testing::Refused<v1::TopKRequest> kRefusedLogits[] = {
      [](R r) {
        *r = Request(1, 4, {2}, {1, 2});
      },
-     "temperature: got 2 values, allowed none or 1 (rows)"}};
+     "temperature: got 2 values, allowed none or 1 (rows)"},
+    {"version_of_logits", [](R r) { r->set_head_version(7); },
+     "head_version: got 7, allowed only with hidden states"}};
 
 TEST(TopKCodecTest, RequestsAreRefusedNamingTheField) {
   testing::ExpectRefused(Request(2, 4, {2}), kRefusedLogits,

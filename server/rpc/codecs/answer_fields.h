@@ -18,7 +18,8 @@ inline constexpr size_t kMaxLengthHead = 2 * kMaxVarintSize;
 inline constexpr size_t kMaxStatusBytes = 1 + sizeof(int32_t);  // of a row, by WriteStatus
 inline constexpr size_t kMaxTimingsBytes = 8 * (1 + kMaxVarintSize);
 inline constexpr size_t kMaxFixedBytes =
-    3 * kMaxLengthHead + kMaxTimingsBytes;  // of the heads of WriteStatus and WriteTimings
+    3 * kMaxLengthHead + kMaxTimingsBytes +  // of the heads of WriteStatus and WriteTimings
+    2 * kMaxVarintSize;                      // of the version of an output head
 
 // The bytes of an answer with all output arrays of `spec`, written by any function of this file,
 // and four counts for each row. A RowStatus takes less in the answer than in its array, which makes

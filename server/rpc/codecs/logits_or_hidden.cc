@@ -1,5 +1,6 @@
 #include "server/rpc/codecs/logits_or_hidden.h"
 
+#include <limits>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -18,6 +19,9 @@ namespace {
 constexpr uint32_t kHiddenNumber = v1::TopKRequest::kHiddenFieldNumber;
 static_assert(v1::SampleRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::ScoreRequest::kHiddenFieldNumber == int{kHiddenNumber});
+static_assert(v1::TopKResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
+static_assert(v1::SampleResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
+static_assert(v1::ScoreResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
 static_assert(v1::VerifyRequest::kLogitsFieldNumber != int{kHiddenNumber});
 constexpr uint32_t kSharedNumber = v1::TopKRequest::kSharedFieldNumber;
 static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
@@ -25,6 +29,21 @@ static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
 
 constexpr size_t kMaxHeadName = 128;
+
+absl::Status CheckVersion(int64_t demanded, const engine::Head* head) {
+  LOGITD_RETURN_IF_ERROR(
+      CheckRange("head_version", demanded, 0, std::numeric_limits<int64_t>::max()));
+  if (demanded == 0) return absl::OkStatus();
+  if (head == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("head_version: got %d, allowed only with hidden states", demanded));
+  }
+  const engine::HeadInfo& info = head->info();
+  if (demanded == info.version) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrFormat("head_version: got %d, allowed %d, which head %s has, or 0", demanded,
+                      info.version, info.name));
+}
 
 absl::Status RefuseHead(std::string_view name, uint32_t input) {
   return absl::InvalidArgumentError(absl::StrFormat(
@@ -63,6 +82,7 @@ absl::Status LogitsOrHidden::Read(Pieces pieces, const InputFields& fields, int6
     return absl::InvalidArgumentError("head: got none with hidden states, allowed a loaded head");
   }
   if (head != nullptr && !hidden) return RefuseHead(head->info().name, fields.input.number);
+  LOGITD_RETURN_IF_ERROR(CheckVersion(fields.head_version, head.get()));
   LOGITD_RETURN_IF_ERROR(DTypeFromWire("dtype", fields.dtype, &dtype_));
   LOGITD_RETURN_IF_ERROR(CheckRange("rows", fields.rows, 1, max_rows));
   const HeadView* const view = hidden ? &head->view() : nullptr;

@@ -38,7 +38,8 @@ struct InputFields {
   int64_t vocab = 0;
   std::string head;
   int64_t hidden_size = 0;
-  Choice input;  // logits, hidden or shared
+  int64_t head_version = 0;  // 0: any
+  Choice input;              // logits, hidden or shared
 };
 
 // The fields of every request.
@@ -51,7 +52,11 @@ inline constexpr NamedField<InputFields> kLogitsFields[] = {{"dtype", &InputFiel
 inline constexpr NamedField<InputFields> kHiddenFields[] = {
     {"head", &InputFields::head},
     {"hidden_size", &InputFields::hidden_size},
+    {"head_version", &InputFields::head_version},
     {"hidden", &InputFields::input}};
+
+// The version of the head in the answers to such requests.
+inline constexpr uint32_t kHeadVersionNumber = 30;
 
 // INVALID_ARGUMENT: longer than the name of any head, so that no text has to repeat it.
 absl::Status CheckHeadName(std::string_view name);
@@ -61,7 +66,8 @@ class LogitsOrHidden {
  public:
   // Checks the input of a message that lies in `pieces`; afterwards vocab() and the others are
   // known. INVALID_ARGUMENT naming the field, the value and what is allowed; NOT_FOUND: no such
-  // head, or no such lease.
+  // head, or no such lease. FAILED_PRECONDITION: the head has another version than the message
+  // demands.
   absl::Status Read(Pieces pieces, const InputFields& fields, int64_t max_rows,
                     const Finders& find);
 
@@ -76,6 +82,7 @@ class LogitsOrHidden {
   int64_t vocab() const { return vocab_; }
   const Payload& payload() const { return payload_; }
   const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
+  int64_t head_version() const { return head_ == nullptr ? 0 : head_->info().version; }
   // The payload was copied: a lease is no longer needed.
   void DropLease() { payload_.arena.reset(); }
 

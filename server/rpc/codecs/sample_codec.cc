@@ -182,6 +182,7 @@ absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
 EncodedMessage SampleCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
     WriteSampleAnswer(rows_, answer, times, writer);
+    writer.VarintField(kHeadVersionNumber, input_.head_version());
     WriteSampleWanted(rows_, answer, writer);
   });
 }

@@ -301,6 +301,7 @@ EncodedMessage ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTim
     if (want_entropy_) array(Response::kEntropiesFieldNumber, ops::kCrossEntropyEntropies);
     WriteTimings(writer, Response::kTimingsFieldNumber, times);
     writer.VarintField(Response::kOffsetFieldNumber, offset_);
+    writer.VarintField(kHeadVersionNumber, input_.head_version());
   });
 }
 

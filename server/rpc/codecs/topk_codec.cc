@@ -37,6 +37,7 @@ EncodedMessage TopKCodec::Encode(const engine::JobAnswer& answer, const CallTime
     WriteStatus(writer, Response::kStatusFieldNumber, Response::kStatusPositionFieldNumber,
                 answer.Out(ops::kTopKStatus));
     WriteTimings(writer, Response::kTimingsFieldNumber, times);
+    writer.VarintField(kHeadVersionNumber, input_.head_version());
   });
 }
 
