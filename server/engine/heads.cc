@@ -16,6 +16,7 @@
 #include "server/engine/devices.h"
 #include "server/engine/head_copy.h"
 #include "server/engine/head_source.h"
+#include "server/engine/head_update.h"
 #include "server/engine/metrics.h"
 #include "server/log/limited.h"
 
@@ -33,6 +34,18 @@ absl::Status Prefixed(std::string_view prefix, const absl::Status& status) {
   const absl::Status longer(status.code(), absl::StrFormat("%s: %s", prefix, status.message()));
   const std::optional<int> device = DeviceOf(status);
   return device.has_value() ? OfDevice(*device, longer) : longer;
+}
+
+absl::Status OfHead(std::string_view name, const absl::Status& status) {
+  return status.ok() ? status : Prefixed(absl::StrCat("head ", std::string(name)), status);
+}
+
+// The error as its caller gets it, in the log too.
+absl::Status Failed(std::string_view name, const absl::Status& status) {
+  const absl::Status failed = OfHead(name, status);
+  log::Limited(log::Source::kHeads, spdlog::level::warn, "{}",
+               failed.ToString(absl::StatusToStringMode::kWithNoExtraData));
+  return failed;
 }
 
 absl::Status CheckRequest(const HeadRequest& request) {
@@ -60,6 +73,24 @@ absl::Status CheckRequest(const HeadRequest& request) {
   return absl::OkStatus();
 }
 
+// OK: a file's head may take the place of another one.
+absl::Status CheckSame(const HeadSource& source, const Head& old) {
+  const HeadView& head = old.view();
+  const auto shown = [](bool bias, DType dtype, int64_t vocab, int64_t hidden) {
+    return absl::StrFormat("%s [%d,%d] %s bias", Name(dtype), vocab, hidden,
+                           bias ? "with a" : "without a");
+  };
+  const std::string got =
+      shown(source.bias.has_value(), source.weight.dtype, source.vocab, source.weight.shape[1]);
+  const std::string allowed =
+      shown(head.bias != nullptr, head.weight.dtype, head.vocab(), head.hidden());
+  if (got == allowed) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("weight: got %s, allowed %s, as the head has; another shape needs another "
+                      "name",
+                      got, allowed));
+}
+
 }  // namespace
 
 Head::Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whole)
@@ -83,28 +114,45 @@ Heads::Heads(Backend* backend, Metrics* metrics, int64_t max_bytes)
 
 absl::Status Heads::Check(const HeadRequest& request) const {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
-  LOGITD_RETURN_IF_ERROR(CheckShard(request));
+  LOGITD_RETURN_IF_ERROR(OfHead(request.name, CheckParts(request.shard)));
   MutexLock lock(mutex_);
   return CheckNew(request.name);
 }
 
-// Whether the head may be sharded, if it is to be.
-absl::Status Heads::CheckShard(const HeadRequest& request) const {
-  if (!request.shard) return absl::OkStatus();
-  absl::Status status = devices_->CheckCanShard().status();
-  if (status.ok() && devices_->left() < devices_->count()) {
-    status = absl::FailedPreconditionError(absl::StrFormat(
+absl::Status Heads::CheckUpdate(const HeadRequest& request) const {
+  LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  MutexLock lock(mutex_);
+  const auto it = heads_.find(request.name);
+  return it == heads_.end() ? NoSuchHead(request.name) : CheckUnused(request.name);
+}
+
+// OK: a head may be sharded, if it is to be.
+absl::Status Heads::CheckParts(bool sharded) const {
+  if (!sharded) return absl::OkStatus();
+  LOGITD_RETURN_IF_ERROR(devices_->CheckCanShard().status());
+  if (devices_->left() < devices_->count()) {
+    return absl::FailedPreconditionError(absl::StrFormat(
         "shard: got %d of %d devices that serve, allowed all; a lost device comes back with a "
         "restart",
         devices_->left(), devices_->count()));
   }
-  return status.ok() ? status : Prefixed(absl::StrCat("head ", request.name), status);
+  return absl::OkStatus();
 }
 
 absl::Status Heads::CheckNew(const std::string& name) const {
   if (!heads_.contains(name)) return absl::OkStatus();
   return absl::AlreadyExistsError(
       absl::StrFormat("head %s is loaded, allowed another name, or unload it first", name));
+}
+
+absl::Status Heads::CheckUnused(const std::string& name) const {
+  if (!loading_.contains(name)) return absl::OkStatus();
+  if (!heads_.contains(name)) {
+    return absl::AlreadyExistsError(
+        absl::StrFormat("head %s is being loaded, allowed another name", name));
+  }
+  return absl::AlreadyExistsError(
+      absl::StrFormat("head %s is being updated, allowed one update at a time", name));
 }
 
 // The version of the next head of this name.
@@ -126,48 +174,118 @@ bool Heads::TakeTurn(absl::FunctionRef<bool(const HeadProgress&)> progress) {
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Load(
     const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) {
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
-  LOGITD_RETURN_IF_ERROR(CheckShard(request));
+  LOGITD_RETURN_IF_ERROR(OfHead(request.name, CheckParts(request.shard)));
   const std::string& name = request.name;
   int64_t version;
   {
     MutexLock lock(mutex_);
     LOGITD_RETURN_IF_ERROR(CheckNew(name));
-    if (!loading_.insert(name).second) {
-      return absl::AlreadyExistsError(
-          absl::StrFormat("head %s is being loaded, allowed another name", name));
-    }
+    LOGITD_RETURN_IF_ERROR(CheckUnused(name));
+    loading_.insert(name);
     version = NextVersion(name);
   }
   const bool in_turn = TakeTurn(progress);
   absl::StatusOr<std::shared_ptr<const Head>> head =
       absl::CancelledError("the load was cancelled before its turn");
-  if (in_turn) head = Read(request, version, progress);
+  if (in_turn) head = Read(request, version, /*old=*/nullptr, progress);
+  if (in_turn) EndTurn();
   {
     MutexLock lock(mutex_);
     loading_.erase(name);
-    if (in_turn) reading_ = false;
     if (head.ok()) {
       heads_[name] = *head;
+      if (metrics_ != nullptr) metrics_->SetHeadVersion(name, version);
       unloaded_.erase(name);
       CountHeads();
     }
-    read_ended_.SignalAll();
   }
-  if (head.ok()) return head;
-  const absl::Status failed = Prefixed(absl::StrCat("head ", name), head.status());
-  log::Limited(log::Source::kHeads, spdlog::level::warn, "{}",
-               failed.ToString(absl::StatusToStringMode::kWithNoExtraData));
-  return failed;
+  return head.ok() ? head : Failed(name, head.status());
+}
+
+void Heads::EndTurn() {
+  MutexLock lock(mutex_);
+  reading_ = false;
+  read_ended_.SignalAll();
+}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::ClaimUpdate(const std::string& name) {
+  MutexLock lock(mutex_);
+  const auto it = heads_.find(name);
+  if (it == heads_.end()) return NoSuchHead(name);
+  LOGITD_RETURN_IF_ERROR(CheckUnused(name));
+  loading_.insert(name);
+  return it->second;
+}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::EndUpdate(
+    const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,
+    int64_t start_ns) {
+  const std::string& name = old->info().name;
+  {
+    MutexLock lock(mutex_);
+    loading_.erase(name);
+    const auto it = heads_.find(name);
+    const bool there = it != heads_.end() && it->second == old;
+    if (head.ok() && there) {
+      if (metrics_ != nullptr) metrics_->SetHeadVersion(name, (*head)->info().version);
+      it->second = *head;  // the caller keeps the old one, so it is not freed under the lock
+    } else if (head.ok()) {
+      head = absl::AbortedError("it was unloaded while it was updated");
+    }
+  }
+  const double seconds = static_cast<double>(MonotonicNanos() - start_ns) * 1e-9;
+  if (metrics_ != nullptr) metrics_->CountHeadUpdate(head.status().code(), seconds);
+  if (!head.ok()) return Failed(name, head.status());
+  log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: version {} in {:.3f} s", name,
+               (*head)->info().version, seconds);
+  return head;
+}
+
+absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
+    const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress) {
+  const int64_t start_ns = MonotonicNanos();
+  LOGITD_RETURN_IF_ERROR(CheckRequest(request));
+  const absl::StatusOr<std::shared_ptr<const Head>> claimed = ClaimUpdate(request.name);
+  if (!claimed.ok()) return claimed.status();
+  const Head& old = **claimed;
+  HeadRequest same = request;
+  same.final_norm = old.view().norm != nullptr;
+  same.vocab = old.info().asked_vocab;
+  same.shard = old.sharded();
+  const bool in_turn = TakeTurn(progress);
+  absl::StatusOr<std::shared_ptr<const Head>> head =
+      absl::CancelledError("the update was cancelled before its turn");
+  if (in_turn) {
+    const absl::Status parts = CheckParts(same.shard);
+    head = parts.ok() ? Read(same, old.info().version + 1, &old, progress) : parts;
+    EndTurn();
+  }
+  return EndUpdate(*claimed, std::move(head), start_ns);
+}
+
+absl::StatusOr<std::unique_ptr<HeadUpdate>> Heads::BeginUpdate(const std::string& name) {
+  const int64_t start_ns = MonotonicNanos();
+  absl::StatusOr<std::shared_ptr<const Head>> old = ClaimUpdate(name);
+  if (!old.ok()) return old.status();
+  std::unique_ptr<HeadUpdate> update(new HeadUpdate(this, *std::move(old), start_ns));
+  const absl::Status begun = update->Begin();
+  if (!begun.ok()) return OfHead(name, begun);
+  return update;
 }
 
 absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
-    const HeadRequest& request, int64_t version,
+    const HeadRequest& request, int64_t version, const Head* old,
     absl::FunctionRef<bool(const HeadProgress&)> progress) const {
   const int64_t start_ns = MonotonicNanos();
   const absl::StatusOr<HeadSource> source = OpenHeadSource(request);
   if (!source.ok()) return source.status();
   const HeadView shape = source->Shape();
   if (absl::Status status = CheckHead(shape); !status.ok()) return Prefixed(request.path, status);
+  if (old != nullptr) {
+    if (absl::Status status = CheckSame(*source, *old); !status.ok()) {
+      return Prefixed(request.path, status);
+    }
+  }
   const VocabShards cut = {.vocab = source->vocab, .count = devices_->count()};
   std::vector<HeadLayout> layouts;  // by device
   for (int device = 0; device < devices_->count(); ++device) {
@@ -182,7 +300,9 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
     log::Limited(log::Source::kHeads, spdlog::level::warn, "head {}: {}", request.name, warning);
   }
 
-  absl::StatusOr<std::vector<Head::Copy>> copies = Allocate(layouts);
+  std::vector<size_t> bytes;
+  for (const HeadLayout& layout : layouts) bytes.push_back(layout.bytes);
+  absl::StatusOr<std::vector<Head::Copy>> copies = Allocate(bytes);
   if (!copies.ok()) return copies.status();
   const absl::Status copied =
       CopyHead(*source, layouts, *copies, request.shard, request.name, progress);
@@ -207,6 +327,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                                .version = version,
                                                .path = request.path,
                                                .tensor = source->weight.name,
+                                               .asked_vocab = request.vocab,
                                                .stored_vocab = source->weight.shape[0],
                                                .device_bytes = static_cast<int64_t>(largest.bytes),
                                                .loaded = absl::Now(),
@@ -215,29 +336,34 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Read(
                                       whole);
 }
 
-absl::StatusOr<std::vector<Head::Copy>> Heads::Allocate(
-    const std::vector<HeadLayout>& layouts) const {
+absl::StatusOr<std::vector<Head::Copy>> Heads::Allocate(const std::vector<size_t>& bytes) const {
+  const size_t largest = *std::max_element(bytes.begin(), bytes.end());
   std::vector<Head::Copy> copies;
   bool any = false;
   for (int device = 0; device < devices_->count(); ++device) {
     Head::Copy& copy = copies.emplace_back();
     if (devices_->lost(device)) continue;
     any = true;
-    const size_t needed = layouts[static_cast<size_t>(device)].bytes;
-    const std::atomic<int64_t>& held = (*bytes_)[static_cast<size_t>(device)];
-    if (static_cast<int64_t>(needed) > max_bytes_ - held) {
-      return absl::ResourceExhaustedError(
-          absl::StrFormat("needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
-                          needed, held.load(), max_bytes_));
-    }
-    Backend* const backend = devices_->backend(device);
-    const absl::StatusOr<DeviceMemory> memory = backend->AllocateDevice(needed);
-    if (!memory.ok()) return NoMemory(layouts.front().bytes, OfDevice(device, memory.status()));
+    const size_t needed = bytes[static_cast<size_t>(device)];
     const auto count = [device, total = bytes_, metrics = metrics_](int64_t change) {
       (*total)[static_cast<size_t>(device)] += change;
       if (metrics != nullptr) metrics->AddHeadBytes(device, change);
     };
+    // Taken before it is allocated: another head may be in the making.
     count(static_cast<int64_t>(needed));
+    const int64_t held = (*bytes_)[static_cast<size_t>(device)] - static_cast<int64_t>(needed);
+    if (static_cast<int64_t>(needed) > max_bytes_ - held) {
+      count(-static_cast<int64_t>(needed));
+      return absl::ResourceExhaustedError(
+          absl::StrFormat("needs %d bytes of device memory, heads hold %d of %d (--max-head-bytes)",
+                          needed, held, max_bytes_));
+    }
+    Backend* const backend = devices_->backend(device);
+    const absl::StatusOr<DeviceMemory> memory = backend->AllocateDevice(needed);
+    if (!memory.ok()) {
+      count(-static_cast<int64_t>(needed));
+      return NoMemory(largest, OfDevice(device, memory.status()));
+    }
     copy = {.backend = backend, .memory = *memory};
     copy.owned = {memory->data, [backend, memory = *memory, count](std::byte*) {
                     backend->FreeDevice(memory);
@@ -245,7 +371,7 @@ absl::StatusOr<std::vector<Head::Copy>> Heads::Allocate(
                   }};
   }
   if (any) return copies;
-  return NoMemory(layouts.front().bytes, OfDevice(0, absl::InternalError("no device is left")));
+  return NoMemory(largest, OfDevice(0, absl::InternalError("no device is left")));
 }
 
 absl::Status Heads::NoMemory(size_t needed, const absl::Status& why) const {
@@ -272,6 +398,7 @@ absl::Status Heads::Unload(std::string_view name) {
   }
   unloaded_[std::string(name)] = last->info().version;
   CountHeads();
+  if (metrics_ != nullptr) metrics_->SetHeadVersion(std::string(name), 0);
   log::Limited(log::Source::kHeads, spdlog::level::info, "head {}: unloaded", name);
   return absl::OkStatus();
 }

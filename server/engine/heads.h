@@ -26,22 +26,23 @@
 namespace logitd::engine {
 
 class Devices;
+class HeadUpdate;
 class Metrics;
 struct HeadLayout;
 
 // A head's description.
 struct HeadInfo {
   std::string name;
-  // From 1. Heads of a name that come one after another have higher ones, also where it was
-  // unloaded in between.
+  // From 1. Every update of a name makes it one higher, and so does a load after an unload.
   int64_t version = 1;
-  std::string path;          // as the request gave it
-  std::string tensor;        // the weight's name in its file, e.g. "lm_head.weight"
+  std::string path;          // as the last request with a path gave it
+  std::string tensor;        // the weight's name in that file, e.g. "lm_head.weight"
+  int64_t asked_vocab = 0;   // HeadRequest::vocab
   int64_t stored_vocab = 0;  // rows in the file; more than the head's if the weight is padded
   int64_t device_bytes = 0;  // on each device; of a sharded head the most on any
-  absl::Time loaded;
-  absl::Duration load_time;
-  std::vector<std::string> warnings;  // of the load: what was found and may not be meant
+  absl::Time loaded;         // or updated
+  absl::Duration load_time;  // of the load or the update
+  std::vector<std::string> warnings;  // of the path: what was found and may not be meant
 };
 
 // A head: a copy on each device, or sharded, which means that each device has a part of the
@@ -100,7 +101,7 @@ struct HeadProgress {
   int64_t total_bytes = 0;
 };
 
-// Thread-safe. Loads run one after another; no other call waits for them. Heads that Find returned
+// Thread-safe. Loads and updates from files run one after another; no other call waits for them. Heads that Find returned
 // may outlive this.
 class Heads {
  public:
@@ -120,7 +121,7 @@ class Heads {
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
-  // ALREADY_EXISTS (the name is loaded, or being loaded), FAILED_PRECONDITION (a head that is to be
+  // ALREADY_EXISTS (the name is loaded, or being loaded or updated), FAILED_PRECONDITION (a head that is to be
   // sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED (more than
   // max_bytes, or no device memory; the text says how much the head needs), UNAVAILABLE (a read or
   // a device failed), INTERNAL (a device is lost, and DeviceOf says which: the caller tells the
@@ -130,6 +131,24 @@ class Heads {
 
   // The errors of Load that need no look at a file.
   absl::Status Check(const HeadRequest& request) const;
+
+  // Loads a new version of a head, beside the old one, and then lists it in its place: Find returns
+  // one or the other, complete on all devices. Jobs that have the old one keep it. final_norm,
+  // vocab and shard of `request` are not read: they are those of the head's load. The settings are
+  // those of the new file.
+  //
+  // An error leaves the old head: those of Load, INVALID_ARGUMENT also where the file's head has
+  // another dtype, vocab, hidden or bias; NOT_FOUND (no such head), ALREADY_EXISTS (it is being
+  // updated), ABORTED (it was unloaded meanwhile).
+  absl::StatusOr<std::shared_ptr<const Head>> Update(
+      const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
+
+  // The errors of Update that need no look at a file.
+  absl::Status CheckUpdate(const HeadRequest& request) const;
+
+  // The same by rows in memory (head_update.h). It waits for no file. Errors: those of Update, as
+  // far as they are not about files; they leave the old head.
+  absl::StatusOr<std::unique_ptr<HeadUpdate>> BeginUpdate(const std::string& name);
 
   // From here on Find does not return the head. Jobs that have it keep it. NOT_FOUND lists the
   // loaded names.
@@ -141,32 +160,45 @@ class Heads {
   // By ascending name.
   std::vector<std::shared_ptr<const Head>> List() const;
 
-  // Memory of all Head objects, and of a load, on a device.
+  // Memory of all Head objects, and of loads and updates, on a device.
   int64_t bytes(int device) const { return (*bytes_)[static_cast<size_t>(device)]; }
 
  private:
+  friend class HeadUpdate;
+
   bool TakeTurn(absl::FunctionRef<bool(const HeadProgress&)> progress);
+  // Ends the turn of TakeTurn.
+  void EndTurn();
+  // `old`: the head that it is to replace; null: none.
   absl::StatusOr<std::shared_ptr<const Head>> Read(
-      const HeadRequest& request, int64_t version,
+      const HeadRequest& request, int64_t version, const Head* old,
       absl::FunctionRef<bool(const HeadProgress&)> progress) const;
-  absl::StatusOr<std::vector<Head::Copy>> Allocate(const std::vector<HeadLayout>& layouts) const;
+  // Memory on every device that is not lost. `bytes`: by device.
+  absl::StatusOr<std::vector<Head::Copy>> Allocate(const std::vector<size_t>& bytes) const;
+  // The head, whose name then nobody else loads or updates until EndUpdate.
+  absl::StatusOr<std::shared_ptr<const Head>> ClaimUpdate(const std::string& name);
+  // Lists `head`, which replaces `old`, if it is OK; counts and logs. Returns it, or its error.
+  absl::StatusOr<std::shared_ptr<const Head>> EndUpdate(
+      const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,
+      int64_t start_ns);
+  absl::Status CheckParts(bool sharded) const;
   absl::Status NoMemory(size_t needed, const absl::Status& why) const;
-  absl::Status CheckShard(const HeadRequest& request) const;
   absl::Status CheckNew(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoSuchHead(std::string_view name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   int64_t NextVersion(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckUnused(const std::string& name) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountHeads() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
-  // Memory by device, of all Head objects and of the one in Read. Only Read adds to it. Heads keep
-  // it.
+  // Memory by device, of all Head objects and of those in the making. Heads keep it.
   const std::shared_ptr<std::vector<std::atomic<int64_t>>> bytes_;
   mutable Mutex mutex_;
   CondVar read_ended_;
-  bool reading_ ABSL_GUARDED_BY(mutex_) = false;                        // a thread is in Read
-  std::set<std::string, std::less<>> loading_ ABSL_GUARDED_BY(mutex_);  // in Load
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;  // a thread is in Read
+  // Names that are loaded or updated.
+  std::set<std::string, std::less<>> loading_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::shared_ptr<const Head>, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
   // The last versions of unloaded names. Those that are forgotten, so that there are never too
   // many, were at most `forgotten_`.

@@ -63,6 +63,11 @@ constexpr Help kGauges[] = {
 };
 static_assert(std::size(kGauges) == static_cast<size_t>(Gauge::kDraining) + 1);
 
+constexpr Help kHeadUpdates = {"logitd_head_updates_total", "Updates of heads, by status."};
+constexpr Help kHeadUpdateSeconds = {"logitd_head_update_seconds",
+                                     "Time of an update of a head that succeeded."};
+constexpr Help kHeadVersion = {"logitd_head_version", "Version of each head that is loaded."};
+
 // In the order of CallPhase.
 constexpr Help kPhases[] = {
     {"logitd_admission_wait_seconds", "From when a call asks for room until its message may come."},
@@ -211,7 +216,12 @@ struct Metrics::Series final : prometheus::Collectable {
          absl::Span<const int> device_numbers)
       : published(std::move(all)),
         batch_rows(*published, {"logitd_batch_rows", "Rows of a batch."}, {}, kRowsBuckets,
-                   /*sum_units=*/1) {
+                   /*sum_units=*/1),
+        head_update_seconds(*published, kHeadUpdateSeconds),
+        head_versions(prometheus::BuildGauge()
+                          .Name(kHeadVersion.name)
+                          .Help(kHeadVersion.text)
+                          .Register(*published)) {
     prometheus::Registry& registry = *published;
     for (const int number : device_numbers) devices.emplace_back(registry, std::to_string(number));
     for (const Help& help : kGauges) gauges.push_back(&AddGauge(registry, help));
@@ -227,6 +237,11 @@ struct Metrics::Series final : prometheus::Collectable {
     }
     for (std::string_view op : op_names) ops.emplace_back(registry, op);
     ops.emplace_back(registry, "unknown");
+    for (size_t code = 0; code < kCodes; ++code) {
+      head_updates.push_back(
+          &AddCounter(registry, kHeadUpdates,
+                      {{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}}));
+    }
   }
 
   OpSeries& Find(std::string_view op) {
@@ -237,6 +252,7 @@ struct Metrics::Series final : prometheus::Collectable {
   std::vector<prometheus::MetricFamily> Collect() const override {
     absl::MutexLock lock(&collecting);
     batch_rows.Flush();
+    head_update_seconds.Flush();
     for (Histogram& phase : phases) phase.Flush();
     for (OpSeries& op : ops) op.Flush();
     for (size_t i = 0; i < gauges.size(); ++i) gauges[i]->Set(ValueOf(i));
@@ -253,6 +269,9 @@ struct Metrics::Series final : prometheus::Collectable {
   // Held while counts move to `published`, where otherwise they would be nowhere for a moment.
   mutable absl::Mutex collecting;
   mutable Histogram batch_rows;
+  std::vector<Counter*> head_updates;  // by code
+  mutable Histogram head_update_seconds;
+  prometheus::Family<prometheus::Gauge>& head_versions;
   std::vector<DeviceSeries> devices;
   std::vector<prometheus::Gauge*> gauges;
   // A gauge's value is the sum of both; each gauge uses one of them.
@@ -318,6 +337,17 @@ void Metrics::CountDeviceError(int device, bool lost) {
 }
 
 void Metrics::SetDeviceLost(int device) { series_->Of(device).gauges[kUp]->Set(0); }
+
+void Metrics::CountHeadUpdate(absl::StatusCode code, double seconds) {
+  series_->head_updates[static_cast<size_t>(code)]->Increment();
+  if (code == absl::StatusCode::kOk) series_->head_update_seconds.Observe(seconds);
+}
+
+void Metrics::SetHeadVersion(const std::string& name, int64_t version) {
+  prometheus::Gauge& gauge = series_->head_versions.Add({{"head", name}});
+  gauge.Set(static_cast<double>(version));
+  if (version == 0) series_->head_versions.Remove(&gauge);
+}
 
 void Metrics::AddHeadBytes(int device, int64_t change) {
   Add(Gauge::kHeadBytes, change);

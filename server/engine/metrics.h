@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -64,7 +65,7 @@ enum class CallPhase {
   kSend,
 };
 
-// Thread-safe. Counting takes no lock. Functions that take a Metrics* also take null.
+// Thread-safe. Counting takes no lock, except for heads. Functions that take a Metrics* also take null.
 class Metrics {
  public:
   // `ops` are the values of the label `op`. "unknown" is added: it stands for a call that was
@@ -110,6 +111,11 @@ class Metrics {
 
   // When memory of a device is taken for heads, or given back.
   void AddHeadBytes(int device, int64_t change);
+
+  // Once per update of a head, when it has ended.
+  void CountHeadUpdate(absl::StatusCode code, double seconds);
+  // `version` 0: the head is unloaded.
+  void SetHeadVersion(const std::string& name, int64_t version);
 
   void Set(Gauge gauge, double value);
   void Add(Gauge gauge, int64_t change);

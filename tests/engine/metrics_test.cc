@@ -33,6 +33,7 @@ logitd_send_seconds 1 logitd_device_up 1 logitd_device_errors_total 2 logitd_dev
 logitd_device_busy_seconds_total 1 logitd_device_head_bytes 1 logitd_held_bytes 1
 logitd_held_bytes_limit 1 logitd_waiting_calls 1 logitd_queued_jobs 1 logitd_slabs_in_use 1
 logitd_slabs 1 logitd_slabs_kept 1 logitd_heads 1 logitd_head_bytes 1 logitd_open_calls 1
+logitd_head_updates_total 17 logitd_head_update_seconds 1
 logitd_open_streams 1 logitd_predicted_delay_seconds 1 logitd_draining 1
 )";
 
