@@ -38,7 +38,8 @@ constexpr uint64_t UniformBits(uint64_t seed, uint64_t position) {
   return block.word[0] | uint64_t{block.word[1]} << 32;
 }
 
-// Another 64 uniform bits of the same position: they decide whether a draft is accepted.
+// Another 64 uniform bits of the same position: they decide whether a draft is accepted, or whether
+// xtc removes tokens.
 constexpr uint64_t CoinBits(uint64_t seed, uint64_t position) {
   const PhiloxBlock block = Philox4x32(seed, position, 0);
   return block.word[2] | uint64_t{block.word[3]} << 32;
@@ -72,6 +73,11 @@ constexpr uint64_t TargetInCell(double part, uint64_t total) {
   return target < total ? target : total - 1;
 }
 
+// True for a share `probability` of all bits: those below floor(probability * 2^64).
+constexpr bool CoinShows(float probability, uint64_t bits) {
+  return probability >= 1 || bits < static_cast<uint64_t>(probability * 0x1p64f);
+}
+
 // A sum of exp((x - max) / temperature), as a sum of weights.
 constexpr uint64_t WholeOf(double sum) { return static_cast<uint64_t>(sum * kWeightOne); }
 
@@ -81,12 +87,11 @@ constexpr uint64_t DraftWeight(float q, double total) {
   return static_cast<uint64_t>(std::nearbyint((q < 1 ? q : 1.0) * total));
 }
 
-// The mass a prefix of tokens must reach to hold `top_p` of `total`: ceil(top_p * total), at least
-// 1. 0 < top_p < 1.
-constexpr uint64_t MassNeeded(float top_p, uint64_t total) {
-  // Exact from top_p = 2^-40 up. A smaller one keeps only the first token either way, which weighs
-  // 2^43 of a total below 2^63.
-  const uint64_t fraction = static_cast<uint64_t>(top_p * 0x1p64f);
+// The mass that is `share` of `total`: ceil(share * total), at least 1. 0 <= share < 1.
+constexpr uint64_t MassNeeded(float share, uint64_t total) {
+  // Exact from a share of 2^-40 up. A smaller top_p keeps only the first token either way, which
+  // weighs 2^43 of a total below 2^63.
+  const uint64_t fraction = static_cast<uint64_t>(share * 0x1p64f);
   const uint64_t mass = MulHigh(fraction, total) + (fraction * total != 0);
   return mass == 0 ? 1 : mass;
 }

@@ -50,7 +50,8 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 //
 //   ids, ranks, greedy tokens, and what the filters before top_p keep are equal.
 //   |log-probability error| <= 4e-6 max(1, |log-probability|), against double precision; logsumexp
-//   is as in softmax_topk. |entropy error| <= 4e-6 max(1, entropy).
+//   is as in softmax_topk. |entropy error| <= 4e-6 max(1, entropy). Where typical_p and xtc leave a
+//   share s of the weight before them, an error of vocab 2^-44 / s adds to a processed one.
 //   The token, and what top_p keeps, are equal unless a border, which is a prefix sum of the exact
 //   weights, is within a share e of the whole sum from its goal. With D the mean of max - z under
 //   the row's distribution, e is

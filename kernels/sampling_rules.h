@@ -119,6 +119,10 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 //   top_k        keeps the first k by (x descending, index ascending)
 //   top_p        keeps the shortest prefix, in that order, whose share of the weight of what the
 //                filters before it left is >= top_p; at least one token
+//   typical_p    keeps, of what is left, the tokens whose -ln p is nearest to the entropy, until
+//                their share of the weight is >= typical_p; at least one token (below)
+//   xtc          with probability xtc_probability, by the row's CoinBits: of what is left, removes
+//                the tokens with a share >= xtc_threshold, except the last of them in the order
 //   draw         with w = exp(z - max), the lowest i of what is left, in index order, with
 //                sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w
 //
@@ -153,6 +157,15 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // then sum j + 16 is added to sum j for j < 16, then j + 8 for j < 8, and so on. First the d of a
 // cell, then the cells. Source: Tang et al., Top-n-sigma: not all logits are you need,
 // arXiv:2411.07641.
+//
+// typical_p and xtc choose among the tokens that the filters before them left, by the integer
+// weights W of a filtered row. typical_p: with b_i = (max - x_i) / temperature, 0 where max is
+// +inf, B = sum round(W_i b_i) / sum W, and the distance d_i = |b_i - B| rounded to f32, which is
+// | -ln p_i - entropy |: it keeps the shortest prefix of (d ascending, index ascending) whose W
+// reach MassNeeded(typical_p). xtc: where CoinShows, with t the last token in the order whose W is
+// at least MassNeeded(xtc_threshold), of the W of what is left, it removes the tokens before t.
+// Where no token or one has that share, it removes none. Sources: Meister et al., Locally typical
+// sampling, arXiv:2202.00666; xtc: text-generation-webui, pull request 6335.
 
 // ---- what is on --------------------------------------------------------------------------------
 
@@ -183,12 +196,19 @@ constexpr bool TopKIsOn(const SampleRow& ask, int64_t vocab) {
 constexpr bool SigmaIsOn(const SampleRow& ask) { return ask.top_n_sigma > 0; }
 // True where a filter keeps the tokens within some distance below the largest logit.
 constexpr bool DistanceIsOn(const SampleRow& ask) { return ask.min_p > 0 || SigmaIsOn(ask); }
+constexpr bool TypicalIsOn(const SampleRow& ask) { return ask.typical_p < 1; }
+// True where a filter chooses among the tokens that the filters before it left, so that what is
+// left need not be the first tokens of the order.
+constexpr bool ChoiceIsOn(const SampleRow& ask) {
+  return !IsGreedy(ask) && (TypicalIsOn(ask) || ask.xtc_probability > 0);
+}
 constexpr bool IsFiltered(const SampleRow& ask, int64_t vocab) {
-  return TopKIsOn(ask, vocab) || ask.top_p < 1 || DistanceIsOn(ask);
+  return TopKIsOn(ask, vocab) || ask.top_p < 1 || DistanceIsOn(ask) || ChoiceIsOn(ask);
 }
 // True where the draw, or the whole of top_p, is by sums over the row at its temperature.
 constexpr bool SumsAreOfRow(const SampleRow& ask, int64_t vocab) {
-  return !IsGreedy(ask) && !TopKIsOn(ask, vocab) && !DistanceIsOn(ask);
+  return !IsGreedy(ask) && !TopKIsOn(ask, vocab) && !DistanceIsOn(ask) &&
+         (ask.top_p < 1 || !ChoiceIsOn(ask));
 }
 
 // ---- what a row needs ---------------------------------------------------------------------------
@@ -197,7 +217,7 @@ constexpr bool SumsAreOfRow(const SampleRow& ask, int64_t vocab) {
 // within a distance from the first.
 constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few) {
   if (IsGreedy(ask)) return true;
-  if (SigmaIsOn(ask)) return false;  // sigma is of the whole row
+  if (SigmaIsOn(ask) || ChoiceIsOn(ask)) return false;  // they look at all that is left
   return DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
 }
 
@@ -316,6 +336,53 @@ constexpr float SigmaBorder(const SampleRow& ask, float max, const SigmaSums& ro
   const double sigma = variance > 0 ? std::sqrt(variance) : 0;
   return RoundedUp(std::fma(-double{ask.top_n_sigma}, sigma, double{max}));
 }
+
+// ---- typical_p and xtc --------------------------------------------------------------------------
+
+// How much larger -ln p of logit x is than that of the row's largest, `max`.
+constexpr double Surprise(float x, float max, double temperature) {
+  if (max == std::numeric_limits<float>::infinity()) return 0;
+  return (static_cast<double>(max) - x) / temperature;
+}
+// A token's part of the sum of surprises by weight, as an integer.
+constexpr uint64_t WeighedSurprise(uint64_t weight, double surprise) {
+  return static_cast<uint64_t>(std::nearbyint(static_cast<double>(weight) * surprise));
+}
+// The mean surprise of tokens with these sums.
+constexpr double MeanSurprise(uint64_t weighed, uint64_t weights) {
+  return static_cast<double>(weighed) / static_cast<double>(weights);
+}
+// The distance of a token from the mean, below 0: larger is nearer, as a logit is for the order.
+constexpr float Typicality(double surprise, double mean) {
+  const double above = surprise - mean;
+  return 0.0f - static_cast<float>(above < 0 ? -above : above);
+}
+
+// True where xtc removes what reaches its threshold; two tokens cannot both have more than half.
+constexpr bool XtcActs(const SampleRow& ask) {
+  return ask.xtc_threshold <= 0.5f &&
+         CoinShows(ask.xtc_probability, CoinBits(ask.seed, ask.position));
+}
+
+// The tokens that typical_p and xtc choose, by keys: a key is larger the earlier its token is in an
+// order of (value descending, index ascending).
+struct Choice {
+  double mean;            // of the surprises
+  uint64_t typical_last;  // the least key of Typicality; 0: typical_p keeps all
+  uint64_t first;         // the largest key of the logits: xtc removes those above
+
+  static constexpr Choice All() { return {.mean = 0, .typical_last = 0, .first = ~uint64_t{0}}; }
+  constexpr bool KeepsAll() const { return typical_last == 0 && first == ~uint64_t{0}; }
+
+  // True where the row's largest logit is `max`, the token has the logit x and its key, and
+  // `key_of` makes a key of the same token by another value.
+  template <class KeyOf>
+  constexpr bool Has(uint64_t key, float x, float max, double temperature, KeyOf key_of) const {
+    if (key > first) return false;
+    return typical_last == 0 ||
+           key_of(Typicality(Surprise(x, max, temperature), mean)) >= typical_last;
+  }
+};
 
 // ---- log-probabilities --------------------------------------------------------------------------
 

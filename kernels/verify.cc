@@ -7,6 +7,15 @@
 namespace logitd {
 namespace {
 
+// The coin of a draft with probabilities decides whether it is accepted, so no filter may use it.
+absl::Status CheckCoin(const SampleRow& row, const VerifyDraft& draft, size_t r) {
+  if (draft.kind == DraftKind::kGreedy || row.xtc_probability == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("xtc_probability: got %g at row %d, allowed 0 with a draft of kind list or "
+                      "dense",
+                      row.xtc_probability, r));
+}
+
 absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
@@ -14,6 +23,7 @@ absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "drafts: got token %d at row %d, allowed 0..%d", draft.token, r, vocab - 1));
   }
+  LOGITD_RETURN_IF_ERROR(CheckCoin(request.sample.params[r], draft, r));
   switch (draft.kind) {
     case DraftKind::kGreedy:
       return absl::OkStatus();

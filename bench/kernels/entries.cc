@@ -105,6 +105,7 @@ constexpr SampleRow Asking(float temperature, int32_t top_k, float top_p, int32_
           .top_k = top_k,
           .top_p = top_p,
           .repetition = 1.1f,  // for rows with a history
+          .typical_p = 1,
           .top_logprobs = top_logprobs,
           .want_rank = true};
 }

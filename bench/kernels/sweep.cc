@@ -47,6 +47,7 @@ void AddTopK(std::vector<SweepCase>& cases, DType dtype, int32_t k) {
 void AddSample(std::vector<SweepCase>& cases, DType dtype, const char* what, SampleRow row) {
   row.active = 1;
   row.repetition = 1;
+  row.typical_p = 1;
   AddGrid(cases, absl::StrFormat("sample %s %s", Name(dtype), what), kRows, kVocabularies,
           [&](int64_t rows, int64_t vocab) {
             return SampleCase{rows, vocab, dtype, row};

@@ -44,6 +44,7 @@ struct RowParams {
       draw.top_k = 50;
       draw.top_p = 0.9f;
       draw.repetition = 1;
+      draw.typical_p = 1;
       draw.first_mask_word = -1;
       sample.push_back(draw);
       draw.top_k = 0;

@@ -32,6 +32,7 @@ inline SampleRow PlainRow() {
           .top_p = 1,
           .repetition = 1,
           .typical_p = 1,
+          .xtc_threshold = 0.1f,
           .want_rank = true};
 }
 
@@ -49,6 +50,9 @@ struct SampleAsk {
   float top_p = 1;
   float top_n_sigma = 0;
   float min_p = 0;
+  float typical_p = 1;
+  float xtc_threshold = 0.1f;
+  float xtc_probability = 0;
   float repetition = 1;
   float presence = 0;
   float frequency = 0;
@@ -91,6 +95,9 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.top_p = ask.top_p;
   row.top_n_sigma = ask.top_n_sigma;
   row.min_p = ask.min_p;
+  row.typical_p = ask.typical_p;
+  row.xtc_threshold = ask.xtc_threshold;
+  row.xtc_probability = ask.xtc_probability;
   row.repetition = ask.repetition;
   row.presence = ask.presence;
   row.frequency = ask.frequency;
@@ -455,6 +462,92 @@ inline const std::vector<SampleClaim>& SampleSupportClaims() {
   return claims;
 }
 
+// Weights 4, 16, 1, 8, 2, 1 of 32, in an order that is not theirs.
+inline std::vector<float> FilterCaseLogits() {
+  const float ln2 = std::log(2.0f);
+  return {2 * ln2, 4 * ln2, 0, 3 * ln2, ln2, 0};
+}
+
+// In units of ln 2 the surprises of FilterCaseLogits are 2, 0, 4, 1, 3, 4, and their mean 30/32.
+// The coin at position 0 is 0.6055.
+inline const std::vector<SampleClaim>& SampleChoiceClaims() {
+  static const float ln2 = std::log(2.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "typical_p keeps the token nearest to the entropy, not the most likely",
+       .logits = FilterCaseLogits(),
+       .ask = {.position = kAt003, .typical_p = 0.2f, .top_logprobs = 3, .processed = true},
+       .token = 3, .logprob = 0, .rank = 2, .top_ids = {1, 3, 0},
+       .top_logprobs = {-kInf, 0, -kInf}},
+      {.name = "typical_p stops where it is reached exactly, at the lower index of equals",
+       .logits = {0, 0, 0, 0},
+       .ask = {.position = kAt088, .typical_p = 0.5f, .top_logprobs = 3, .processed = true},
+       .token = 1, .logprob = -ln2, .rank = 2, .top_ids = {0, 1, 2},
+       .top_logprobs = {-ln2, -ln2, -kInf}},
+      {.name = "typical_p keeps at least one token", .logits = {0, 1},
+       .ask = {.position = kAt003, .typical_p = 1e-45f, .processed = true}, .token = 1,
+       .logprob = 0, .rank = 1},
+      // Of 16 and 8 the mean is 1/3, so the first is nearer, and has 2/3.
+      {.name = "typical_p is a share of what top_k left", .logits = FilterCaseLogits(),
+       .ask = {.position = kAt088, .top_k = 2, .typical_p = 0.6f, .processed = true}, .token = 1,
+       .logprob = 0, .rank = 1},
+      {.name = "typical_p of more tokens than the kernel lists",
+       .logits = std::vector<float>(200, 0.0f),
+       .ask = {.position = kAt088, .typical_p = 0.5f, .processed = true}, .token = 88,
+       .logprob = -std::log(100.0f), .rank = 89},
+      {.name = "typical_p alone keeps nothing below 2^-44 of the maximum",
+       .logits = {0, -30.4f, -30.6f, -40},
+       .ask = {.position = kAt003, .typical_p = 0.99999994f, .top_logprobs = 4, .processed = true},
+       .token = 0, .logprob = 0, .rank = 1, .top_ids = {0, 1, 2, 3},
+       .top_logprobs = {0, -kInf, -kInf, -kInf}},
+      {.name = "plus inf is certain with typical_p", .logits = {5, kInf, -kInf, kInf},
+       .ask = {.position = kAt088, .typical_p = 0.5f, .processed = true}, .token = 1, .logprob = 0,
+       .rank = 1},
+      {.name = "plus inf is certain with xtc", .logits = {5, kInf, -kInf, kInf},
+       .ask = {.position = kAt036, .xtc_threshold = 0.5f, .xtc_probability = 1, .processed = true},
+       .token = 3, .logprob = 0, .rank = 2},
+      {.name = "a greedy row takes the highest logit whatever its typical_p and xtc",
+       .logits = {1, 3, 2},
+       .ask = {.position = kAt088, .temperature = 0, .typical_p = 1e-3f, .xtc_threshold = 0,
+               .xtc_probability = 1, .processed = true},
+       .token = 1, .logprob = 0, .rank = 1},
+      // It leaves 4, 0, 1, 8, 2, 1.
+      {.name = "xtc removes the tokens from its threshold up except the last of them",
+       .logits = FilterCaseLogits(),
+       .ask = {.position = kAt088, .xtc_threshold = 0.2f, .xtc_probability = 1, .top_logprobs = 2,
+               .processed = true},
+       .token = 4, .logprob = -3 * ln2, .rank = 4, .top_ids = {1, 3},
+       .top_logprobs = {-kInf, -ln2}},
+      {.name = "xtc needs two tokens at its threshold", .logits = FilterCaseLogits(),
+       .ask = {.position = kAt088, .xtc_threshold = 0.3f, .xtc_probability = 1, .processed = true},
+       .token = 3, .logprob = -ln4, .rank = 2},
+      {.name = "a threshold of xtc above one half removes nothing", .logits = {0, 0},
+       .ask = {.position = kAt036, .xtc_threshold = 0.50001f, .xtc_probability = 1,
+               .processed = true},
+       .token = 0, .logprob = -ln2, .rank = 1},
+      {.name = "xtc keeps the highest index of equals", .logits = {0, 0},
+       .ask = {.position = kAt036, .xtc_threshold = 0.5f, .xtc_probability = 1, .processed = true},
+       .token = 1, .logprob = 0, .rank = 2},
+      {.name = "a threshold of xtc of 0 keeps the least likely token", .logits = {0, 1, 2},
+       .ask = {.position = kAt088, .xtc_threshold = 0, .xtc_probability = 1, .processed = true},
+       .token = 0, .logprob = 0, .rank = 3},
+      {.name = "xtc acts where its coin is below its probability", .logits = {0, 0},
+       .ask = {.position = kAt088, .xtc_threshold = 0.5f, .xtc_probability = 0.606f,
+               .processed = true},
+       .token = 1, .logprob = 0, .rank = 2},
+      {.name = "xtc does nothing where its coin is not", .logits = {0, 0},
+       .ask = {.position = kAt088, .xtc_threshold = 0.5f, .xtc_probability = 0.605f,
+               .processed = true},
+       .token = 1, .logprob = -ln2, .rank = 2},
+      {.name = "xtc of more tokens than the kernel lists", .logits = std::vector<float>(200, 0.0f),
+       .ask = {.position = kAt003, .xtc_threshold = 0.004f, .xtc_probability = 1,
+               .processed = true},
+       .token = 199, .logprob = 0, .rank = 200},
+      // clang-format on
+  };
+  return claims;
+}
+
 // Bias, penalties, masks, statuses, and where weights round to 0.
 inline const std::vector<SampleClaim>& SampleEditClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
@@ -601,17 +694,12 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
 
 // ---- Distributions by hand
 
-// Weights 4, 16, 1, 8, 2, 1, in an order that is not theirs, and those that a filter leaves.
+// The weights of FilterCaseLogits that a filter leaves.
 struct FilterCase {
   const char* name;
   void (*change)(SampleRow&);
   std::vector<double> weights;
 };
-
-inline std::vector<float> FilterCaseLogits() {
-  const float ln2 = std::log(2.0f);
-  return {2 * ln2, 4 * ln2, 0, 3 * ln2, ln2, 0};
-}
 
 inline std::vector<FilterCase> FilterCases() {
   return {
@@ -622,6 +710,28 @@ inline std::vector<FilterCase> FilterCases() {
       // In units of ln 2: mean 5/3, sigma 1.49; 4 - 1.5 * 1.49 = 1.76.
       {"top_n_sigma", [](SampleRow& row) { row.top_n_sigma = 1.5f; }, {4, 16, 0, 8, 0, 0}},
       {"temperature", [](SampleRow& row) { row.temperature = 0.5f; }, {16, 256, 1, 64, 4, 1}},
+      // The surprises' mean is 0.94 ln 2: first comes 8, then 16.
+      {"typical_p", [](SampleRow& row) { row.typical_p = 0.5f; }, {0, 16, 0, 8, 0, 0}},
+      // Square roots; the surprises, halved, have the mean 0.78 ln 2: 4, 8, 2, 16 is their order.
+      {"typical_p without the most likely",
+       [](SampleRow& row) { row.temperature = 2, row.typical_p = 0.45f; },
+       {2, 0, 0, std::sqrt(8.0), std::sqrt(2.0), 0}},
+      {"xtc",
+       [](SampleRow& row) { row.xtc_threshold = 0.2f, row.xtc_probability = 1; },
+       {4, 0, 1, 8, 2, 1}},
+      // Half of {4, 16, 1, 8, 2, 1} / 32 and of {4, 0, 1, 8, 2, 1} / 16.
+      {"xtc half the time",
+       [](SampleRow& row) { row.xtc_threshold = 0.2f, row.xtc_probability = 0.5f; },
+       {12, 16, 3, 24, 6, 3}},
+      // 2 and sqrt(8) reach it.
+      {"xtc of what typical_p left",
+       [](SampleRow& row) {
+         row.temperature = 2;
+         row.typical_p = 0.45f;
+         row.xtc_threshold = 0.3f;
+         row.xtc_probability = 1;
+       },
+       {2, 0, 0, 0, std::sqrt(2.0), 0}},
       // Weights 16, 8, 4, 2: the first two have 0.8.
       {"all",
        [](SampleRow& row) {
@@ -685,6 +795,13 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   if (row.seed % 4 == 0) row.top_n_sigma = kSigmas[row.seed / 4 % 6];
   static constexpr float kMinPs[] = {0.05f, 0.5f, 1e-3f, 1.0f, 1e-20f};
   if (one_in(3)) row.min_p = kMinPs[random() % 5];
+  static constexpr float kTypicals[] = {0.9f, 0.5f, 0.2f, 0.99f, 1e-6f};
+  if ((row.seed >> 8) % 5 == 0) row.typical_p = kTypicals[(row.seed >> 16) % 5];
+  static constexpr float kThresholds[] = {0.1f, 0.01f, 0.3f, 1e-4f, 0, 0.6f};
+  if ((row.seed >> 24) % 5 == 0) {
+    row.xtc_threshold = kThresholds[(row.seed >> 32) % 6];
+    row.xtc_probability = (row.seed >> 40) % 2 == 0 ? 1 : 0.7f;
+  }
   if (one_in(3)) {
     row.repetition = one_in(2) ? 1.2f : 0.7f;
     row.presence = one_in(2) ? 0.6f : 0;
@@ -1098,6 +1215,7 @@ inline std::vector<OpCheck> SampleChecks() {
   return {
       ForAll("KeepsEveryClaim", SampleClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfTopNSigma", SampleSigmaClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfTypicalPAndXtc", SampleChoiceClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEdits", SampleEditClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfPrompts", SamplePromptClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfTemperedLogprobs", SampleTemperedClaims, BrokenClaim),

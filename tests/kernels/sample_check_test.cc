@@ -35,6 +35,7 @@ SampleRow Plain() {
   row.active = 1;
   row.temperature = 1;
   row.top_p = 1;
+  row.typical_p = 1;
   row.repetition = 1;
   return row;
 }
@@ -101,6 +102,14 @@ const CheckCase kCases[] = {
      "top_k: got -2147483648 at row 1, allowed -1 or more"},
     {"top_p of zero", [](Asked&, SampleRow& row) { row.top_p = 0; },
      "top_p: got 0 at row 1, allowed > 0 and <= 1"},
+    {"typical_p of zero", [](Asked&, SampleRow& row) { row.typical_p = 0; },
+     "typical_p: got 0 at row 1, allowed > 0 and <= 1"},
+    {"typical_p above one", [](Asked&, SampleRow& row) { row.typical_p = 1.5f; },
+     "typical_p: got 1.5 at row 1, allowed > 0 and <= 1"},
+    {"xtc_threshold below zero", [](Asked&, SampleRow& row) { row.xtc_threshold = -0.1f; },
+     "xtc_threshold: got -0.1 at row 1, allowed >= 0 and <= 1"},
+    {"xtc_probability above one", [](Asked&, SampleRow& row) { row.xtc_probability = 2; },
+     "xtc_probability: got 2 at row 1, allowed >= 0 and <= 1"},
     {"top_p above one", [](Asked&, SampleRow& row) { row.top_p = 1.5f; },
      "top_p: got 1.5 at row 1, allowed > 0 and <= 1"},
     {"top_p of NaN", [](Asked&, SampleRow& row) { row.top_p = kNan; },

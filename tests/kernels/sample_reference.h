@@ -9,6 +9,7 @@
 #include <map>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_format.h"
@@ -23,6 +24,11 @@ inline constexpr double kShift = 4e-6;
 
 // The share of the logits by which rounding may shift top_n_sigma's border.
 inline constexpr double kSigmaShift = 1e-9;
+
+// How far rounding may move the mean that typical_p measures from, and, as a share, a token's
+// weight against xtc's threshold.
+inline constexpr double kMeanShift = 1e-6;
+inline constexpr double kWeightShift = 1e-5;
 
 // Logits in an order, with weights: one of the distributions a row has.
 struct Ranked {
@@ -78,10 +84,11 @@ inline std::vector<float> EditedLogits(const std::vector<float>& sent, const Sam
   return x;
 }
 
-// What may be drawn: the first `count` of the processed order.
+// What may be drawn: of the first `count` of the processed order, those of `chosen`.
 struct ReferenceSupport {
   int64_t count;
-  double sum;  // of weights
+  double sum;                // of weights
+  std::vector<bool> chosen;  // by token; empty: all
 };
 
 class ReferenceSample {
@@ -116,10 +123,8 @@ class ReferenceSample {
   // Probabilities of all tokens under supports()[0].
   std::vector<double> Probabilities() const {
     std::vector<double> p(processed_.x.size());
-    for (int64_t i = 0; i < supports_[0].count; ++i) {
-      p[processed_.order[i]] =
-          processed_.Weight(processed_.order[i], Temperature()) / supports_[0].sum;
-    }
+    for (int32_t id : IdsOf(supports_[0]))
+      p[id] = processed_.Weight(id, Temperature()) / supports_[0].sum;
     return p;
   }
 
@@ -133,35 +138,33 @@ class ReferenceSample {
     const double temperature = raw ? 1 : Temperature();
     const double weight = of.Weight(id, temperature);
     if (of.x[id] == -kInf || (of.max() == kInf && weight == 0)) return -kInf;
-    if (processed && processed_.rank[id] > support.count) return -kInf;
+    if (processed && !Has(support, id)) return -kInf;
     const double log_weight = of.max() == kInf ? 0 : (double{of.x[id]} - of.max()) / temperature;
     return log_weight - std::log(processed ? support.sum : raw ? raw_sum_ : tempered_sum_);
   }
 
-  // In nats, of the first `count` tokens of the order at the temperature.
-  static double Entropy(const Ranked& of, size_t count, double temperature) {
+  // In nats, of these tokens at the temperature.
+  static double Entropy(const Ranked& of, const std::vector<int32_t>& ids, double temperature) {
     double sum = 0, below = 0;
-    for (size_t i = 0; i < count; ++i) {
-      const double weight = of.Weight(of.order[i], temperature);
+    for (const int32_t id : ids) {
+      const double weight = of.Weight(id, temperature);
       if (weight == 0) continue;
       sum += weight;
-      if (of.max() < kInf) below += weight * (of.max() - double{of.x[of.order[i]]}) / temperature;
+      if (of.max() < kInf) below += weight * (of.max() - double{of.x[id]}) / temperature;
     }
     return std::log(sum) + below / sum;
   }
   // Of the row as sent; NaN where it has nothing above -inf.
-  double RawEntropy() const {
-    return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order.size(), 1);
-  }
+  double RawEntropy() const { return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order, 1); }
 
   // Whether `token` is what the bits point at in `support`, or so close that rounding decides.
   bool Accepts(const ReferenceSupport& support, int32_t token) const {
     if (ask_.temperature == 0) return token == processed_.order[0];
-    std::vector<int32_t> ids(processed_.order.begin(), processed_.order.begin() + support.count);
+    std::vector<int32_t> ids = IdsOf(support);
     std::sort(ids.begin(), ids.end());
     const double reach =
         std::ldexp(static_cast<double>(UniformBits(ask_.seed, ask_.position)), -64);
-    const double slack = ids.size() == 1 ? 0 : kShift;
+    const double slack = ids.size() == 1 ? 0 : kShift + RoundedWeights(support);
     double before = 0;
     for (int32_t id : ids) {
       const double share = processed_.Weight(id, Temperature()) / support.sum;
@@ -206,6 +209,90 @@ class ReferenceSample {
         FindNuclei(left);
       }
     }
+    if (ask_.typical_p < 1) {
+      for (const ReferenceSupport& left : std::exchange(supports_, {})) {
+        for (const double shift : {0.0, -kMeanShift, kMeanShift}) FindTypical(left, shift);
+      }
+    }
+    const double coin = std::ldexp(static_cast<double>(CoinBits(ask_.seed, ask_.position)), -64);
+    if (coin < ask_.xtc_probability) {
+      for (const ReferenceSupport& left : std::exchange(supports_, {})) {
+        for (const double shift : {0.0, -kWeightShift, kWeightShift}) FindXtc(left, shift);
+      }
+    }
+  }
+
+  // The share of what is left that rounding its weights to integers may shift. It is more than
+  // nothing where typical_p and xtc leave little.
+  static double RoundedWeights(const ReferenceSupport& support) {
+    if (support.chosen.empty()) return 0;
+    return static_cast<double>(support.count) * 0x1p-44 / support.sum;
+  }
+
+  bool Has(const ReferenceSupport& support, int32_t id) const {
+    return processed_.rank[id] <= support.count && (support.chosen.empty() || support.chosen[id]);
+  }
+  // The tokens of the support in the processed order.
+  std::vector<int32_t> IdsOf(const ReferenceSupport& support) const {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < support.count; ++i) {
+      if (Has(support, processed_.order[i])) ids.push_back(processed_.order[i]);
+    }
+    return ids;
+  }
+  ReferenceSupport SupportOf(int64_t count, const std::vector<int32_t>& ids, size_t from,
+                             size_t to) const {
+    ReferenceSupport support{count, 0, std::vector<bool>(processed_.x.size())};
+    for (size_t i = from; i < to; ++i) {
+      support.chosen[ids[i]] = true;
+      support.sum += processed_.Weight(ids[i], Temperature());
+    }
+    return support;
+  }
+
+  // What typical_p keeps of `left`, with its mean moved by `shift`, and what it keeps by a
+  // rounding.
+  void FindTypical(const ReferenceSupport& left, double shift) {
+    const auto surprise = [&](int32_t id) {
+      return processed_.max() == kInf
+                 ? 0
+                 : (double{processed_.max()} - processed_.x[id]) / Temperature();
+    };
+    std::vector<int32_t> ids = IdsOf(left);
+    double weighed = 0;  // integers: a mean of less than 2^-44 is 0
+    for (int32_t id : ids) {
+      const double weight = std::nearbyint(processed_.Weight(id, Temperature()) * kWeightOne);
+      weighed += std::nearbyint(weight * surprise(id));
+    }
+    const double mean = weighed / (left.sum * kWeightOne) + shift;
+    std::vector<float> distances(processed_.x.size());
+    for (int32_t id : ids) distances[id] = static_cast<float>(std::fabs(surprise(id) - mean));
+    std::sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) {
+      return distances[a] != distances[b] ? distances[a] < distances[b] : a < b;
+    });
+    const size_t first = supports_.size();
+    bool has_exact = false;
+    double whole = 0;
+    for (size_t n = 1; n <= ids.size(); ++n) {
+      const double before = whole;
+      whole += processed_.Weight(ids[n - 1], Temperature());
+      if (before >= (ask_.typical_p + kShift) * left.sum && n > 1) break;
+      if (whole < (ask_.typical_p - kShift) * left.sum && n < ids.size()) continue;
+      supports_.push_back(SupportOf(left.count, ids, 0, n));
+      if (!has_exact && (whole >= ask_.typical_p * left.sum || n == ids.size())) {
+        has_exact = true;
+        std::swap(supports_[first], supports_.back());
+      }
+    }
+  }
+
+  // What xtc keeps of `left`, with its threshold moved by the share `shift`.
+  void FindXtc(const ReferenceSupport& left, double shift) {
+    const std::vector<int32_t> ids = IdsOf(left);
+    const double need = ask_.xtc_threshold * (1 + shift) * left.sum;
+    size_t last = 0;
+    while (last + 1 < ids.size() && processed_.Weight(ids[last + 1], Temperature()) >= need) ++last;
+    supports_.push_back(SupportOf(left.count, ids, last, ids.size()));
   }
 
   // The lowest logit that top_n_sigma keeps, moved by a share of the logits.
@@ -291,12 +378,14 @@ class ReferenceSample {
                            got.raw_entropies[r], entropy, raw);
   }
 
-  static std::string LogprobDifference(std::string_view field, int64_t at, float got, double want) {
+  static std::string LogprobDifference(std::string_view field, int64_t at, float got, double want,
+                                       double rounded_weights) {
     // Where the double is beyond f32, infinity is right.
     const auto rounded = static_cast<float>(want);
-    const bool agrees = std::isinf(rounded)
-                            ? got == rounded
-                            : std::fabs(got - want) <= 4e-6 * std::max(1.0, std::fabs(want));
+    const bool agrees =
+        std::isinf(rounded)
+            ? got == rounded
+            : std::fabs(got - want) <= 4e-6 * std::max(1.0, std::fabs(want)) + rounded_weights;
     return agrees ? "" : absl::StrFormat("%s %d: got %.9g, want %.12g", field, at, got, want);
   }
 
@@ -318,12 +407,13 @@ class ReferenceSample {
     if (!LogSumExpAgrees(got.logsumexp[r], logsumexp())) {
       return absl::StrFormat("logsumexp: got %.9g, want %.12g", got.logsumexp[r], logsumexp());
     }
-    std::string difference =
-        LogprobDifference("logprob of token", token, got.logprobs[r], Logprob(support, token));
+    const double rounded =
+        ask_.logprob_mode == LogprobMode::kProcessed ? RoundedWeights(support) : 0;
+    std::string difference = LogprobDifference("logprob of token", token, got.logprobs[r],
+                                               Logprob(support, token), rounded);
     if (difference.empty()) {
-      const auto count = static_cast<size_t>(support.count);
-      difference =
-          EntropyDifference(got, r, Entropy(processed_, count, Temperature()), RawEntropy());
+      difference = EntropyDifference(got, r, Entropy(processed_, IdsOf(support), Temperature()),
+                                     RawEntropy());
     }
     for (int32_t i = 0; i < ask_.top_logprobs && difference.empty(); ++i) {
       const int32_t id = got.top_ids[ask_.first_top_entry + i];
@@ -331,30 +421,33 @@ class ReferenceSample {
         return absl::StrFormat("top id %d: got %d, want %d", i, id, mode.order[i]);
       }
       difference = LogprobDifference("top logprob", i, got.top_logprobs[ask_.first_top_entry + i],
-                                     Logprob(support, id));
+                                     Logprob(support, id), rounded);
     }
     for (int32_t i = 0; i < ask_.extra_count && difference.empty(); ++i) {
       const int32_t id = batch.extra_ids[ask_.first_extra + i];
-      difference = LogprobDifference(
-          "extra logprob", i, got.extra_logprobs[ask_.first_extra_entry + i], Logprob(support, id));
+      difference =
+          LogprobDifference("extra logprob", i, got.extra_logprobs[ask_.first_extra_entry + i],
+                            Logprob(support, id), rounded);
     }
     return difference.empty() ? SupportDifference(support, got, r) : difference;
   }
 
   std::string SupportDifference(const ReferenceSupport& support, const SampleAnswer& got,
                                 int64_t r) const {
-    const int64_t size = ask_.want_support > 0 ? support.count : 0;
+    const std::vector<int32_t> ids = IdsOf(support);
+    const auto size = static_cast<int64_t>(ask_.want_support > 0 ? ids.size() : 0);
     if (got.support_size[r] != size) {
       return absl::StrFormat("support size: got %d, want %d", got.support_size[r], size);
     }
     for (int32_t i = 0; i < ask_.want_support; ++i) {
-      const int32_t want = i < size ? processed_.order[i] : -1;
+      const int32_t want = i < size ? ids[i] : -1;
       const int32_t id = got.support_ids[ask_.first_support_entry + i];
       if (id != want) return absl::StrFormat("support id %d: got %d, want %d", i, id, want);
       const float logprob = got.support_logprobs[ask_.first_support_entry + i];
       const std::string difference =
           LogprobDifference("support logprob", i, logprob,
-                            i < size ? Logprob(support, id, LogprobMode::kProcessed) : -kInf);
+                            i < size ? Logprob(support, id, LogprobMode::kProcessed) : -kInf,
+                            RoundedWeights(support));
       if (!difference.empty()) return difference;
     }
     return "";

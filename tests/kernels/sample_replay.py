@@ -46,9 +46,10 @@ def philox4x32(key, counter):
     return c
 
 
-def uniform_bits(seed, position):
+def random_bits(seed, position):
+    """r and the coin."""
     out = philox4x32((seed & 0xFFFFFFFF, seed >> 32), (position & 0xFFFFFFFF, position >> 32, 0, 0))
-    return out[0] | out[1] << 32
+    return out[0] | out[1] << 32, out[2] | out[3] << 32
 
 
 def edited(x, row):
@@ -146,6 +147,38 @@ def entropy(x, temperature):
     return math.log(sum(w)) + sum(a * b for a, b in zip(w, below) if a > 0) / sum(w)
 
 
+def mass_needed(share, total):
+    """The share's mass, rounded up, at least 1."""
+    return max(1, -(-math.floor(share * 2.0**64) * total >> 64))
+
+
+def typical(left, w, surprises, typical_p):
+    """What typical_p keeps of tokens in the order, and what it keeps where rounding moves a border or the mean."""
+    total = sum(w[i] for i in left)
+    mean = sum(round(w[i] * surprises[i]) for i in left) / total
+    found = []
+    for shift in (0.0, -1e-6, 1e-6):
+        distance = {i: f32(abs(surprises[i] - (mean + shift))) for i in left}
+        nearest = sorted((i for i in left if w[i]), key=lambda i: (distance[i], i))
+        need, mass, slack = mass_needed(typical_p, total), 0, SHIFT * total
+        for n, i in enumerate(nearest, start=1):
+            before, mass = mass, mass + w[i]
+            if (before < need + slack or n == 1) and mass >= need - slack:
+                near = set(nearest[:n])
+                found.append([i for i in left if i in near])
+    return found
+
+
+def after_xtc(left, w, threshold):
+    """What xtc keeps of tokens in the order, and what it keeps where rounding moves a weight."""
+    need = mass_needed(threshold, sum(w[i] for i in left))
+    found = []
+    for share in (1.0, 1 - 1e-5, 1 + 1e-5):
+        reach = [n for n, i in enumerate(left) if w[i] >= need * share]
+        found.append(left[reach[-1] :] if reach else left)
+    return found
+
+
 def sample(row):
     """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, the row as edited, and the
     supports that rounding allows, each in order, with their entropies."""
@@ -162,14 +195,15 @@ def sample(row):
     if temperature == 0:
         return (0, -1), {order[0]}, False, x, [(order[:1], 0.0)]
     temperature = max(temperature, 2.0**-118)
-    bits = uniform_bits(row["seed"], row["position"])
+    bits, coin = random_bits(row["seed"], row["position"])
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
     least, border, cuts_by_distance = least_kept(row, x, temperature)
 
     kept = [i for i in order if x[i] > -INF and (top < INF or x[i] == INF)]
     cells = [x[c : c + 1024] for c in range(0, len(x), 1024)]
     prefix = prefix_masses(cells, top, temperature)
-    if k is None and top_p == 1 and not cuts_by_distance:
+    chooses = row["typical_p"] < 1 or row["xtc_probability"] > 0
+    if k is None and top_p == 1 and not cuts_by_distance and not chooses:
         reach = (bits >> 11) * 2.0**-53 * prefix[-1]
         c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
         w = [fixed(weight(v, max(cells[c]), temperature)) for v in cells[c]]
@@ -192,14 +226,18 @@ def sample(row):
             if before < (top_p + SHIFT) * total and mass >= (top_p - SHIFT) * total:
                 ends.append(n)
         ends = ends or [len(kept)]
-    for end in ends:
-        support = sorted(kept[:end])
+    supports = [kept[:end] for end in ends]
+    if row["typical_p"] < 1:
+        surprises = {i: (top - x[i]) / temperature if top < INF else 0.0 for i in kept}
+        supports = [s for left in supports for s in typical(left, w, surprises, row["typical_p"])]
+    if row["xtc_threshold"] <= 0.5 and coin < math.floor(row["xtc_probability"] * 2.0**64):
+        supports = [s for left in supports for s in after_xtc(left, w, row["xtc_threshold"])]
+    for support in map(sorted, supports):
         masses = [w[i] for i in support]
         token, close = first_above(masses, bits * sum(masses) >> 64)
         tokens |= {support[i] for i in close | {token}}
     shaky = len(tokens) > 1
-    supports = [(kept[:end], entropy([x[i] for i in kept[:end]], temperature)) for end in ends]
-    return (0, -1), tokens, shaky, x, supports
+    return (0, -1), tokens, shaky, x, [(s, entropy([x[i] for i in s], temperature)) for s in supports]
 
 
 def entropy_faults(row, entropies):

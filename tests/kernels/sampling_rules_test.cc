@@ -60,6 +60,12 @@ TEST(KeptTokensTest, ARowThatMayNeedAnyTokenHasNone) {
   EXPECT_EQ(KeptTokens(row), 0);
   row.temperature = 0;
   EXPECT_EQ(KeptTokens(row), 1);
+  row = Drawn(1, 5);
+  row.typical_p = 0.9f;
+  EXPECT_EQ(KeptTokens(row), 0);
+  row = Drawn(1, 5);
+  row.xtc_probability = 0.5f;
+  EXPECT_EQ(KeptTokens(row), 0);
 }
 
 TEST(KeptTokensTest, SumsOverTheRowNeedOtherTokens) {
@@ -113,6 +119,14 @@ TEST(WhatIsOnTest, EveryFilterIsKnown) {
       {"sigma", [](SampleRow& row) { row.top_n_sigma = 1; }, true, true, false, false},
       {"sigma, top_k", [](SampleRow& row) { row.top_n_sigma = 1, row.top_k = 5; }, true, true,
        false, false},
+      {"typical_p", [](SampleRow& row) { row.typical_p = 0.9f; }, false, true, false, false},
+      {"typical_p, top_p", [](SampleRow& row) { row.typical_p = 0.9f, row.top_p = 0.9f; }, false,
+       true, true, false},
+      {"xtc", [](SampleRow& row) { row.xtc_probability = 0.5f; }, false, true, false, false},
+      {"xtc, top_k", [](SampleRow& row) { row.xtc_probability = 1, row.top_k = 5; }, false, true,
+       false, false},
+      {"greedy typical_p", [](SampleRow& row) { row.typical_p = 0.9f, row.temperature = 0; }, false,
+       false, false, true},
       {"greedy sigma", [](SampleRow& row) { row.top_n_sigma = 1, row.temperature = 0; }, true, true,
        false, true},
   };

@@ -252,6 +252,12 @@ TEST_F(VerifyCpuTest, TheTargetsDistributionIsUnchanged) {
       {"list", DraftKind::kList, [](SampleRow& row) { row.min_p = 0.05f; }, false},
       {"list with top_n_sigma", DraftKind::kList, [](SampleRow& row) { row.top_n_sigma = 1.5f; },
        false},
+      {"dense with typical_p", DraftKind::kDense,
+       [](SampleRow& row) {
+         row.temperature = 2;
+         row.typical_p = 0.6f;
+       },
+       false},
       {"greedy", DraftKind::kGreedy, [](SampleRow&) {}, true},
   };
   for (const DistributionCase& c : cases) {
@@ -385,6 +391,25 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
       {"list without its token",
        [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
        "drafts: got token 2 at row 0, allowed one of its 3 draft_ids"},
+      {"xtc with a list",
+       [](Asked& a) {
+         a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};
+         a.params[0].xtc_probability = 0.5f;
+       },
+       "xtc_probability: got 0.5 at row 0, allowed 0 with a draft of kind list or dense"},
+      {"xtc with a dense draft",
+       [](Asked& a) {
+         a.drafts[0] = {.token = 9, .kind = DraftKind::kDense};
+         a.params[0].xtc_probability = 1;
+       },
+       "xtc_probability: got 1 at row 0, allowed 0 with a draft of kind list or dense"},
+      {"xtc with a greedy draft", [](Asked& a) { a.params[0].xtc_probability = 1; }, ""},
+      {"xtc at a row without a draft",
+       [](Asked& a) {
+         a.drafts[0] = {.token = 9, .kind = DraftKind::kDense};
+         a.params[1].xtc_probability = 1;
+       },
+       ""},
       {"a gap between sequences", [](Asked& a) { a.sequences[1].first_row = 3; },
        "sequences: got rows [3, 3 + 1) at sequence 1, allowed from row 2, 1..1 of them"},
       {"rows of no sequence", [](Asked& a) { a.sequences.pop_back(); },

@@ -79,6 +79,9 @@ TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
     EXPECT_EQ(row.top_p, 1.0f);
     EXPECT_EQ(row.top_n_sigma, 0.0f);
     EXPECT_EQ(row.min_p, 0.0f);
+    EXPECT_EQ(row.typical_p, 1.0f);
+    EXPECT_EQ(row.xtc_threshold, 0.1f);
+    EXPECT_EQ(row.xtc_probability, 0.0f);
     EXPECT_EQ(row.repetition, 1.0f);
     EXPECT_EQ(row.presence, 0.0f);
     EXPECT_EQ(row.frequency, 0.0f);
@@ -99,6 +102,9 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   for (float p : {0.9f, 0.25f}) request.add_top_p(p);
   for (float n : {1.5f, 2.0f}) request.add_top_n_sigma(n);
   for (float p : {0.1f, 0.2f}) request.add_min_p(p);
+  for (float p : {0.3f, 1.0f}) request.add_typical_p(p);
+  for (float t : {0.0f, 0.4f}) request.add_xtc_threshold(t);
+  for (float p : {0.6f, 0.7f}) request.add_xtc_probability(p);
   for (float p : {1.1f, 1.2f}) request.add_repetition_penalty(p);
   for (float p : {2.1f, 2.2f}) request.add_presence_penalty(p);
   for (float p : {-3.1f, 3.2f}) request.add_frequency_penalty(p);
@@ -121,6 +127,9 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[0].top_n_sigma, 1.5f);
   EXPECT_EQ(rows[1].top_n_sigma, 2.0f);
   EXPECT_EQ(rows[1].min_p, 0.2f);
+  EXPECT_EQ(rows[0].typical_p, 0.3f);
+  EXPECT_EQ(rows[1].xtc_threshold, 0.4f);
+  EXPECT_EQ(rows[0].xtc_probability, 0.6f);
   EXPECT_EQ(rows[0].repetition, 1.1f);
   EXPECT_EQ(rows[1].presence, 2.2f);
   EXPECT_EQ(rows[0].frequency, -3.1f);
@@ -299,6 +308,12 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
      "top_n_sigma: got nan at row 0, allowed finite and >= 0"},
     {"top_n_sigma_inf", [](R r) { r->add_top_n_sigma(INFINITY); },
      "top_n_sigma: got inf at row 0, allowed finite and >= 0"},
+    {"typical_p_0", [](R r) { r->add_typical_p(0); },
+     "typical_p: got 0 at row 0, allowed > 0 and <= 1"},
+    {"xtc_threshold_above_1", [](R r) { r->add_xtc_threshold(1.5f); },
+     "xtc_threshold: got 1.5 at row 0, allowed >= 0 and <= 1"},
+    {"xtc_probability_negative", [](R r) { r->add_xtc_probability(-1); },
+     "xtc_probability: got -1 at row 0, allowed >= 0 and <= 1"},
     {"min_p_nan", [](R r) { r->add_min_p(std::nanf("")); }, "min_p"},
     {"repetition_0", [](R r) { r->add_repetition_penalty(0); }, "repetition_penalty: got 0"},
     {"top_logprobs_beyond", [](R r) { r->add_top_logprobs(1025); }, "top_logprobs: got 1025"},

@@ -23,15 +23,25 @@ HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The tokens that a draw is from: those whose keys are `last` or more, except those of -inf.
+// True where typical_p and xtc choose the token with this key.
+inline bool IsChosen(const Choice& choice, uint64_t key, float max, double temperature) {
+  return choice.Has(key, KeyLogit(key), max, temperature,
+                    [=](float value) { return MakeKey(value, KeyIndex(key)); });
+}
+
+// The tokens that a draw is from: of those whose keys are `last` or more, except those of -inf, the
+// chosen ones.
 struct Support {
   uint64_t last;
   float max;
   double temperature;
   double log_sum;  // ln sum exp((x - max) / temperature); where max is +inf, ln of their number
+  Choice choice = Choice::All();
 
   bool Has(float x, int64_t index) const {
-    return x > -kInf && (max < kInf || x == kInf) && MakeKey(x, index) >= last;
+    const uint64_t key = MakeKey(x, index);
+    return x > -kInf && (max < kInf || x == kInf) && key >= last &&
+           IsChosen(choice, key, max, temperature);
   }
   // No logit of the support is lower.
   float Least() const {
@@ -63,10 +73,12 @@ inline int64_t PrefixWithMass(const float* weights, int64_t count, uint64_t need
   return 0;
 }
 
-// The list of what may be drawn: its tokens whose keys are `last` or more. It holds all of them.
+// The list of what may be drawn: its tokens whose keys are `last` or more. It holds all of them;
+// those that are not chosen weigh nothing.
 struct Candidates {
   TokenList list;
   uint64_t last;
+  Choice choice = Choice::All();
 
   uint64_t Weight(int64_t piece, int64_t i) const {
     const bool in = list.KeysOf(piece)[i] >= last;
@@ -76,7 +88,8 @@ struct Candidates {
     return {.last = last,
             .max = max,
             .temperature = temperature,
-            .log_sum = std::log(static_cast<double>(total) / kWeightOne)};
+            .log_sum = std::log(static_cast<double>(total) / kWeightOne),
+            .choice = choice};
   }
 };
 
@@ -209,9 +222,9 @@ inline Candidates ListTopK(const Row& row, const SampleRow& ask, float max, floa
   return left;
 }
 
-// The tokens that the filters leave. At least one filter is on.
-inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
-                               const RowThreads& threads, SampleScratch& scratch) {
+// The tokens that the filters before typical_p leave. At least one filter is on.
+inline Candidates ListPrefix(const Row& row, const SampleRow& ask, float max,
+                             const RowThreads& threads, SampleScratch& scratch) {
   ListScratch& lists = scratch.list;
   const MassOfWeights mass = {.max = max, .e = MakeExponent(ask.temperature)};
   float least = LeastKept(ask, max);
@@ -249,6 +262,85 @@ inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
     const KeyRange range = {.low = MakeKey(least, row.vocab), .high = MakeKey(max, 0)};
     left.last = std::max(left.last, LastKey(left.list, range, need, mass, threads, lists));
   }
+  return left;
+}
+
+// Calls visit(i, key, weight) for the entries of piece p that weigh anything.
+template <class Visit>
+void EachWeighed(const Candidates& from, int64_t p, Visit visit) {
+  for (int64_t i = 0; i < from.list.counts[p]; ++i) {
+    const uint64_t weight = from.Weight(p, i);
+    if (weight != 0) visit(i, from.list.KeysOf(p)[i], weight);
+  }
+}
+
+// Finds what typical_p keeps: the mean of the surprises, and the last key of their order. Sorts all
+// that the filters before it left, which is most often little.
+inline void ChooseTypical(const Candidates& from, const SampleRow& ask, float max, uint64_t total,
+                          const RowThreads& threads, SampleScratch& scratch, Choice& choice) {
+  const TokenList& list = from.list;
+  const double temperature = ActingTemperature(ask);
+  uint64_t sums[kMostPieces] = {};
+  threads.For(list.pieces, [&](int64_t p) {
+    EachWeighed(from, p, [&](int64_t, uint64_t key, uint64_t weight) {
+      sums[p] += WeighedSurprise(weight, Surprise(KeyLogit(key), max, temperature));
+    });
+  });
+  choice.mean = MeanSurprise(std::accumulate(sums, sums + list.pieces, uint64_t{0}), total);
+  // A key's token is replaced by its place in the list, whose order is that of the tokens.
+  uint64_t* const keys = scratch.typical.Get(list.Count() + kMaxLanes);
+  int64_t count = 0, first = 0;
+  for (int64_t p = 0; p < list.pieces; first += list.stride, ++p) {
+    EachWeighed(from, p, [&](int64_t i, uint64_t key, uint64_t) {
+      const double surprise = Surprise(KeyLogit(key), max, temperature);
+      keys[count++] = MakeKey(Typicality(surprise, choice.mean), first + i);
+    });
+  }
+  scratch.list.sorter(keys, static_cast<size_t>(count), hwy::SortDescending());
+  const uint64_t need = MassNeeded(ask.typical_p, total);
+  uint64_t mass = 0;
+  for (int64_t n = 0; n < count && mass < need; ++n) {
+    const int64_t p = KeyIndex(keys[n]) / list.stride, i = KeyIndex(keys[n]) % list.stride;
+    mass += from.Weight(p, i);
+    choice.typical_last = MakeKey(KeyLogit(keys[n]), KeyIndex(list.KeysOf(p)[i]));
+  }
+}
+
+// Applies typical_p and xtc. What they do not choose weighs nothing from then on.
+inline void Choose(Candidates& from, const SampleRow& ask, float max, const RowThreads& threads,
+                   SampleScratch& scratch) {
+  const TokenList& list = from.list;
+  const double temperature = ActingTemperature(ask);
+  const auto remove = [&] {
+    threads.For(list.pieces, [&](int64_t p) {
+      EachWeighed(from, p, [&](int64_t i, uint64_t key, uint64_t) {
+        if (!IsChosen(from.choice, key, max, temperature)) list.WeightsOf(p)[i] = 0;
+      });
+    });
+  };
+  if (TypicalIsOn(ask)) {
+    ChooseTypical(from, ask, max, TotalOf(from, threads, scratch.list), threads, scratch,
+                  from.choice);
+    remove();
+  }
+  if (!XtcActs(ask)) return;
+  const uint64_t need = MassNeeded(ask.xtc_threshold, TotalOf(from, threads, scratch.list));
+  uint64_t first[kMostPieces];
+  threads.For(list.pieces, [&](int64_t p) {
+    first[p] = from.choice.first;
+    EachWeighed(from, p, [&](int64_t, uint64_t key, uint64_t weight) {
+      if (weight >= need) first[p] = std::min(first[p], key);
+    });
+  });
+  from.choice.first = *std::min_element(first, first + list.pieces);
+  remove();
+}
+
+// The tokens that the filters leave. At least one filter is on.
+inline Candidates ListFiltered(const Row& row, const SampleRow& ask, float max,
+                               const RowThreads& threads, SampleScratch& scratch) {
+  Candidates left = ListPrefix(row, ask, max, threads, scratch);
+  if (ChoiceIsOn(ask)) Choose(left, ask, max, threads, scratch);
   return left;
 }
 

@@ -21,13 +21,10 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 // The sums over the tokens of cell c that are in the support, whose maximum is finite.
 template <typename T>
-Moments CellMoments(const T* logits, const Row& row, int64_t c, const Support& support,
-                    const Exponent& e) {
+Moments CellMoments(const T* cell, int64_t c, const Support& support, const Exponent& e) {
   const DF d;
   const DI di;
   const int64_t lanes = hn::Lanes(d);
-  HWY_ALIGN T padded[kCellElements];
-  const T* cell = CellAt(logits, row.vocab, c, padded);
   const VF max = hn::Set(d, support.max);
   const VF shrunk_max = hn::Set(d, support.max * kShrink);
   const bool is_whole = support.last == kLowestKey;
@@ -61,6 +58,20 @@ Moments CellMoments(const T* logits, const Row& row, int64_t c, const Support& s
   return {.sum = fold(sums), .below = fold(below) * kLn2};
 }
 
+// The same where typical_p and xtc choose the support: what it has not counts as -inf.
+template <typename T>
+Moments ChosenCellMoments(const T* cell, int64_t c, Support support, const Exponent& e) {
+  const DF d;
+  HWY_ALIGN float chosen[kCellElements];
+  for (int64_t i = 0; i < kCellElements; i += hn::Lanes(d))
+    hn::Store(LoadF32(d, cell + i), d, chosen + i);
+  for (int64_t i = 0; i < kCellElements; ++i) {
+    if (!support.Has(chosen[i], c * kCellElements + i)) chosen[i] = -kInf;
+  }
+  support.last = kLowestKey;
+  return CellMoments(chosen, c, support, e);
+}
+
 // The sums over the tokens of the row that are in the support, whose maximum is finite.
 inline Moments MomentsOf(const Row& row, const Support& support, const RowThreads& threads,
                          SampleScratch& scratch) {
@@ -69,9 +80,13 @@ inline Moments MomentsOf(const Row& row, const Support& support, const RowThread
   Moments* const of_cells = scratch.moments.Get(cells);
   const RowPieces pieces = threads.Cut(row.vocab);
   threads.For(pieces.count, [&](int64_t p) {
-    AsType(row.dtype, row.logits, [&](const auto* logits) {
-      for (int64_t c = pieces.begin(p); c < pieces.end(p); ++c)
-        of_cells[c] = CellMoments(logits, row, c, support, e);
+    AsType(row.dtype, row.logits, [&]<typename T>(const T* logits) {
+      HWY_ALIGN T padded[kCellElements];
+      for (int64_t c = pieces.begin(p); c < pieces.end(p); ++c) {
+        const T* const cell = CellAt(logits, row.vocab, c, padded);
+        of_cells[c] = support.choice.KeepsAll() ? CellMoments(cell, c, support, e)
+                                                : ChosenCellMoments(cell, c, support, e);
+      }
     });
   });
   Moments total{};

@@ -41,6 +41,7 @@ struct SampleScratch {
   Buffer<Patch> patches;
   Buffer<double> prefix;
   Buffer<Moments> moments;
+  Buffer<uint64_t> typical;
   ListScratch list;
 };
 

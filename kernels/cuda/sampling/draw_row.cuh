@@ -43,11 +43,13 @@ struct DraftMass {
 struct TokenWeights {
   Weigher weigh;
   Key last;
-  bool greedy = false;  // all others weigh the same
-  DraftMass less{};     // what is taken from them
+  bool greedy = false;                   // all others weigh the same
+  DraftMass less{};                      // what is taken from them
+  const ChosenTokens* chosen = nullptr;  // all others weigh nothing; null: there are none
 
   __device__ uint64_t operator()(float x, int i) const {
-    if (MakeKey(x, i) < last) return 0;
+    const Key key = MakeKey(x, i);
+    if (key < last || (chosen != nullptr && !chosen->Has(key))) return 0;
     const uint64_t weight = greedy ? uint64_t{1} << kWeightBits : weigh(x);
     return weight == 0 || less.probs == nullptr ? weight : weight - min(weight, less(i));
   }
@@ -501,6 +503,114 @@ __device__ __noinline__ float SigmaBorderOf(Row row, const SampleRow& ask, float
   return SigmaBorder(ask, peak, {fold(sum), fold(square_sum), tokens});
 }
 
+// ---- typical_p and xtc -------------------------------------------------------------------------
+
+// The keys of what the filters before typical_p leave.
+template <class Row>
+struct LeftKeys {
+  Row row;
+  Key last;
+  int listed;  // so many of s.sorted; 0: those of the row
+
+  // Calls visit(key, logit) for the thread's share.
+  template <class Visit>
+  __device__ void EachKey(Visit visit) const {
+    const DrawShared& s = Finish().draw;
+    for (int i = threadIdx.x; i < listed; i += blockDim.x)
+      visit(s.sorted[i], KeyLogit(s.sorted[i]));
+    if (listed > 0) return;
+    row.EachKey([&](Key key, float x) {
+      if (key >= last) visit(key, x);
+    });
+  }
+};
+
+// The same tokens with keys by their typicality.
+template <class Row>
+struct TypicalKeys {
+  LeftKeys<Row> left;
+  float max;
+  double temperature;
+  double mean;
+
+  template <class Visit>
+  __device__ void EachKey(Visit visit) const {
+    left.EachKey([&](Key key, float x) {
+      visit(MakeKey(Typicality(Surprise(x, max, temperature), mean), KeyIndex(key)), x);
+    });
+  }
+};
+template <class Row>
+struct TypicalMeasure {
+  Row row;
+  Weigher weigh;
+
+  __device__ uint64_t operator()(float x) const { return weigh(x); }
+  __device__ uint64_t OfKey(Key key) const { return weigh(row[KeyIndex(key)]); }
+};
+
+// Applies typical_p and xtc to what the filters before them leave, `drawn`: the first `listed` of
+// s.sorted, or, where that is 0, all of the row from drawn.last up. Draws from what they choose,
+// and leaves that in s.chosen. Looks at all those tokens up to four times, and a few times more for
+// the last key of typical_p. Called by all threads.
+template <int kThreads, class Row>
+__device__ __noinline__ Drawn DrawChosen(const SampleRow& ask, Row row, Weigher weigh, DrawInput in,
+                                         int listed, Drawn drawn) {
+  DrawShared& s = Finish().draw;
+  const double temperature = ActingTemperature(ask);
+  const LeftKeys<Row> left{row, drawn.last, listed};
+  const auto change = [&](auto write) {
+    __syncthreads();
+    if (threadIdx.x == 0) write();
+    __syncthreads();
+  };
+  const auto sum_chosen = [&] {
+    uint64_t sum = 0;
+    left.EachKey([&](Key key, float x) { sum += s.chosen.Has(key) ? weigh(x) : 0; });
+    return BlockSum(sum, s);
+  };
+  change([&] { s.chosen = {Choice::All(), in.peak, temperature}; });
+  if (TypicalIsOn(ask)) {
+    uint64_t sum = 0;
+    left.EachKey(
+        [&](Key, float x) { sum += WeighedSurprise(weigh(x), Surprise(x, in.peak, temperature)); });
+    const double mean = MeanSurprise(BlockSum(sum, s), drawn.total);
+    const Key last = LastOfPrefix<kThreads>(
+        TypicalKeys<Row>{left, in.peak, temperature, mean}, AboveMinusInfinity(), MakeKey(0, 0),
+        MassNeeded(ask.typical_p, drawn.total), TypicalMeasure<Row>{row, weigh});
+    change([&] {
+      s.chosen.choice.mean = mean;
+      s.chosen.choice.typical_last = last;
+    });
+    drawn.total = sum_chosen();
+  }
+  if (XtcActs(ask)) {
+    const uint64_t need = MassNeeded(ask.xtc_threshold, drawn.total);
+    Key first = s.chosen.choice.first;
+    left.EachKey([&](Key key, float x) {
+      if (weigh(x) >= need && s.chosen.Has(key)) first = min(first, key);
+    });
+    __syncthreads();
+    atomicMin(reinterpret_cast<unsigned long long*>(&s.chosen.choice.first),
+              static_cast<unsigned long long>(first));
+    __syncthreads();
+    drawn.total = sum_chosen();
+  }
+  const uint64_t target = DrawTarget(in.bits, drawn.total);
+  if (listed > 0) {
+    for (int i = threadIdx.x; i < listed; i += kThreads) {
+      if (!s.chosen.Has(s.sorted[i])) s.weights[i] = 0;
+    }
+    __syncthreads();
+    drawn.token = DrawListed<kThreads>(listed, target, s);
+  } else {
+    const TokenWeights weights{weigh, drawn.last, /*greedy=*/false, {}, &s.chosen};
+    SumByCells(row, in.cell_sums, weights);
+    drawn.token = TokenByCells(row, in.cell_sums, target, weights);
+  }
+  return drawn;
+}
+
 // From the tokens that the filters leave. Called by all threads.
 template <int kThreads, class Row>
 __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& row, Weigher weigh,
@@ -517,6 +627,7 @@ __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& r
   } else {
     drawn = DrawUnlisted<kThreads>(ask, row, low, weigh, in);
   }
+  if (ChoiceIsOn(ask)) drawn = DrawChosen<kThreads>(ask, row, weigh, in, listed.count, drawn);
   drawn.log_sum = log(static_cast<double>(drawn.total) / kWeightOne);
   return drawn;
 }

@@ -42,7 +42,7 @@ __device__ __noinline__ Moments MomentsOf(Row row, Support support) {
         x[k] = first + 32 * k < vocab ? row[first + 32 * k] : -kInfinity;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (x[k] == -kInfinity || MakeKey(x[k], first + 32 * k) < support.last) continue;
+        if (!support.Has(x[k], first + 32 * k)) continue;
         const double below = (static_cast<double>(support.max) - x[k]) * inverse;
         const double weight = expf(-static_cast<float>(below));
         sums.sum += weight;

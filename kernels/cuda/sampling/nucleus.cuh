@@ -24,21 +24,22 @@ struct Measure {
   bool counts;
 
   __device__ uint64_t operator()(float x) const { return counts ? 1 : weigh(x); }
+  __device__ uint64_t OfKey(Key key) const { return (*this)(KeyLogit(key)); }
 };
 
 // Sorts the keys of the pool into s.sorted_pool. Leaves the first of them at which the sum of
-// measure(logit), from `before` on, reaches `need` in s.key, kLowestKey where it does not; the sum
-// in s.mass, the number of keys up to it in s.count. Called by all threads; ends with a barrier
+// measure.OfKey(key), from `before` on, reaches `need` in s.key, kLowestKey where it does not; the
+// sum in s.mass, the number of keys up to it in s.count. Called by all threads; ends with a barrier
 // passed.
-template <int kThreads>
-__device__ __noinline__ void EndInPool(uint64_t before, uint64_t need, Measure measure) {
+template <int kThreads, class KeyMeasure>
+__device__ __noinline__ void EndInPool(uint64_t before, uint64_t need, KeyMeasure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const int n = pool.count;
   SortKeys<kThreads>(pool.pool, n, s.spare, n, s.sorted_pool);
   if (threadIdx.x < 32) {
     const PrefixEnd end = FindPrefixEnd(
-        0, n, before, need, [&](int i) -> uint64_t { return measure(KeyLogit(s.sorted_pool[i])); });
+        0, n, before, need, [&](int i) -> uint64_t { return measure.OfKey(s.sorted_pool[i]); });
     if (threadIdx.x == 0) {
       s.key = end.index < 0 ? kLowestKey : s.sorted_pool[end.index];
       s.mass = end.through;
@@ -108,9 +109,9 @@ __device__ __forceinline__ void FindMassBin(uint64_t need, DrawShared& s) {
 // The key that ends the shortest prefix, by descending key, of keys in [low, high] in which
 // measure(x) adds up to `need` or more; kLowestKey where all of them have less. `keys` is a row, or
 // a list of its keys. Called by all threads.
-template <int kThreads, class Keys>
+template <int kThreads, class Keys, class KeyMeasure>
 __device__ __noinline__ Key LastOfPrefix(Keys keys, Key low, Key high, uint64_t need,
-                                         Measure measure) {
+                                         KeyMeasure measure) {
   DrawShared& s = Finish().draw;
   auto& pool = Finish().pool;
   const int thread = threadIdx.x;

@@ -493,7 +493,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
   // Report.
   const Support drawn_from{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask),
-                           drawn.log_sum};
+                           drawn.log_sum, ChoiceIsOn(ask) ? &s.chosen : nullptr};
   if (ask.want_support > 0) {
     ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
   } else if (threadIdx.x == 0) {

@@ -105,6 +105,7 @@ struct DrawShared {
   uint64_t above;
   float first_logit;  // the least of the list of first keys
   int first_count;
+  ChosenTokens chosen;  // where typical_p or xtc is on
 };
 
 // Many rows: a block each. Few rows: a cluster each, whose first block draws.

@@ -55,18 +55,34 @@ class WeightSum {
   int32_t low_ = 0;
 };
 
-// What may be drawn: keys of `last` or more, except those of -inf; where there is +inf, only that.
+// The tokens that typical_p and xtc choose of a row.
+struct ChosenTokens {
+  Choice choice;
+  float max;
+  double temperature;
+
+  __device__ __noinline__ bool Has(Key key) const {
+    return choice.Has(key, KeyLogit(key), max, temperature,
+                      [=](float value) { return MakeKey(value, KeyIndex(key)); });
+  }
+};
+
+// What may be drawn: of the keys of `last` or more, except those of -inf, the chosen ones; where
+// there is +inf, only that.
 struct Support {
   Key last;
   float max;
   double temperature;
   double log_sum;  // of exp((x - max) / temperature); where max is +inf, of the number of +inf
+  const ChosenTokens* chosen = nullptr;  // null: all
 
   __device__ bool Has(float x, int i) const {
-    return x > -kInfinity && (max < kInfinity || x == kInfinity) && MakeKey(x, i) >= last;
+    const Key key = MakeKey(x, i);
+    return x > -kInfinity && (max < kInfinity || x == kInfinity) && key >= last &&
+           (chosen == nullptr || chosen->Has(key));
   }
   __device__ float Logprob(float x, int i) const {
-    if (x == -kInfinity || MakeKey(x, i) < last) return -kInfinity;
+    if (!Has(x, i)) return -kInfinity;
     return static_cast<float>(LogprobOf(x, max, temperature, log_sum));
   }
 };
