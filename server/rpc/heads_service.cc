@@ -2,16 +2,22 @@
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
+#include <memory>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "formats/safetensors.h"
+#include "kernels/checks.h"
 #include "kernels/status_macros.h"
 #include "server/base/clock.h"
 #include "server/engine/devices.h"
+#include "server/engine/head_update.h"
+#include "server/rpc/codecs/dtype.h"
 
 namespace logitd::rpc {
 namespace {
@@ -74,63 +80,293 @@ v1::Head Describe(const engine::Head& head) {
 
 constexpr PlainMethod kLoad = {
     .path = "/logitd.v1.Heads/Load", .role = door::Role::kHeads, .counts = true};
+constexpr PlainMethod kUpdate = {.path = "/logitd.v1.Heads/Update",
+                                 .role = door::Role::kHeads,
+                                 .client_streams = true,
+                                 .counts = true};
 constexpr PlainMethod kUnload = {.path = "/logitd.v1.Heads/Unload", .role = door::Role::kHeads};
 constexpr PlainMethod kList = {.path = "/logitd.v1.Heads/List"};
 constexpr PlainMethod kGet = {.path = "/logitd.v1.Heads/Get"};
 
+absl::Status FromProto(v1::HeadPart wire, engine::HeadPart* part) {
+  static_assert(v1::HEAD_PART_WEIGHT == static_cast<int>(engine::HeadPart::kWeight));
+  static_assert(v1::HEAD_PART_BIAS == static_cast<int>(engine::HeadPart::kBias));
+  static_assert(v1::HEAD_PART_NORM == static_cast<int>(engine::HeadPart::kNorm));
+  LOGITD_RETURN_IF_ERROR(CheckRange("rows.part", wire, v1::HEAD_PART_WEIGHT, v1::HEAD_PART_NORM));
+  *part = static_cast<engine::HeadPart>(wire);
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-// One call of Load. The end of the load, a cancel or a drain ends it, whichever comes first.
-// Report, Conclude and ended are for the thread of the loads, the rest for the call's loop.
-class LoadCall final : public PlainCall {
+// A call whose work a thread of the service does. The end of the work, a cancel or a drain ends it,
+// whichever comes first. Run, Report, Conclude and ended are for that thread, the rest for the
+// call's loop.
+class ChangeCall : public PlainCall {
  public:
-  LoadCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
-      : PlainCall(stream, environment, kLoad), service_(service) {}
+  ChangeCall(http2::Stream* stream, const CallEnvironment& environment, const PlainMethod& method,
+             HeadsService* service)
+      : PlainCall(stream, environment, method), service_(*service) {}
 
-  const v1::LoadHeadRequest& request() const { return request_; }
+  virtual const std::string& name() const = 0;
+  virtual void Run() = 0;
+  virtual void SayThatItWaits() = 0;  // before the thread has it
+
+  void OnDrain(absl::Duration) override { Leave(engine::DrainingError()); }
+
+ protected:
+  HeadsService& service() { return service_; }
   bool ended() const { return ended_; }
 
   // Sends a progress message, unless the last one is too recent or is still being sent.
+  template <typename Message>
   void Report(const engine::HeadProgress& progress) {
     const absl::Time now = SteadyNow();
     if (now < next_report_ || sending_) return;
     next_report_ = now + kProgressEvery;
     sending_ = true;
-    v1::LoadHeadResponse message;
+    Message message;
     message.set_done_bytes(progress.done_bytes);
     message.set_total_bytes(progress.total_bytes);
     OnLoop([this, message] { Send(message); });
   }
 
+  // Loads or updates a head from a file: `change` gets what it is to report to.
+  template <typename Message, typename Change>
+  void ChangeByFile(const Change& change) {
+    if (ended()) return;
+    Message last;
+    const absl::StatusOr<std::shared_ptr<const engine::Head>> head =
+        change([&](const engine::HeadProgress& progress) {
+          last.set_done_bytes(progress.done_bytes);
+          last.set_total_bytes(progress.total_bytes);
+          Report<Message>(progress);
+          return !ended();
+        });
+    if (head.ok()) *last.mutable_head() = Describe(**head);
+    Conclude(head.status(), last);
+  }
+
   // `last` is sent if the status is OK.
-  void Conclude(const absl::Status& status, const v1::LoadHeadResponse& last = {}) {
-    OnLoop([this, status = Bounded(status), last] { Answer(status, last); });
-  }
-
-  void OnDrain(absl::Duration) override { Leave(engine::DrainingError()); }
-
- private:
-  void OnRequest(std::string_view message) override {
-    absl::Status status = Parse(message, &request_);
-    if (status.ok()) {
-      status = service_->Enqueue(std::static_pointer_cast<LoadCall>(shared_from_this()));
+  template <typename Message>
+  void Conclude(absl::Status status, const Message& last) {
+    // Before the caller gets its answer: it may change the same head again at once.
+    service_.StopRunning(*this);
+    const absl::Status result = status;
+    engine::Engine& engine = *environment().engine;
+    // A device that is lost while others are left is no reason not to try again.
+    if (absl::IsInternal(status) && engine.devices().left() >= 2) {
+      status =
+          absl::UnavailableError(absl::StrCat(status.message(), "; the other devices serve on"));
     }
-    if (!status.ok()) Conclude(status);
+    OnLoop([this, status = Bounded(status), last] { Answer(status, last); });
+    // Last: the engine's owner may end the process in it.
+    if (absl::IsInternal(result)) engine.DeviceLost(result);
   }
-  void OnWritten() override { sending_ = false; }
+
+  virtual void Leave(const absl::Status& why) {
+    ended_ = true;
+    if (!over()) End(Bounded(why));
+    service_.LeaveLine(*this);
+  }
+  void OnWritten() override {
+    sending_ = false;
+    PlainCall::OnWritten();
+  }
   void OnGone() override { Leave(absl::CancelledError("call cancelled")); }
 
-  void Leave(const absl::Status& why) {
-    ended_ = true;
-    if (!over()) End(why);
-    service_->LeaveLine(*this);
+  std::shared_ptr<ChangeCall> self() {
+    return std::static_pointer_cast<ChangeCall>(shared_from_this());
   }
 
-  HeadsService* const service_;
-  v1::LoadHeadRequest request_;
+ private:
+  friend class HeadsService;
+
+  HeadsService& service_;
   absl::Time next_report_ = absl::InfinitePast();
   std::atomic<bool> sending_ = false;
   std::atomic<bool> ended_ = false;
+};
+
+class LoadCall final : public ChangeCall {
+ public:
+  LoadCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
+      : ChangeCall(stream, environment, kLoad, service) {}
+
+  const std::string& name() const override { return request_.name(); }
+  void Run() override {
+    ChangeByFile<v1::LoadHeadResponse>(
+        [&](auto progress) { return environment().heads->Load(HeadRequest(), progress); });
+  }
+  void SayThatItWaits() override { Report<v1::LoadHeadResponse>({}); }
+
+ private:
+  engine::HeadRequest HeadRequest() {
+    return {.name = request_.name(),
+            .path = request_.path(),
+            .root = service().root_,
+            .final_norm = request_.final_norm(),
+            .vocab = request_.vocab(),
+            .shard = request_.shard()};
+  }
+  absl::Status Take() {
+    LOGITD_RETURN_IF_ERROR(service().CheckMayChange());
+    LOGITD_RETURN_IF_ERROR(environment().heads->Check(HeadRequest()));
+    return service().EnqueueFile(self());
+  }
+  void OnRequest(std::string_view message) override {
+    absl::Status status = Parse(message, &request_);
+    if (status.ok()) status = Take();
+    if (!status.ok()) End(Bounded(status));
+  }
+
+  v1::LoadHeadRequest request_;
+};
+
+// By a file: as a load. By leases: every message is a step on the thread for leases, during which
+// the next one stays with the peer, and so is what the half-close asks for.
+class UpdateCall final : public ChangeCall {
+ public:
+  UpdateCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
+      : ChangeCall(stream, environment, kUpdate, service) {}
+
+  const std::string& name() const override { return name_; }
+  void Run() override {
+    if (!by_file_) return RunStep();
+    ChangeByFile<v1::UpdateHeadResponse>(
+        [&](auto progress) { return environment().heads->Update(HeadRequest(), progress); });
+  }
+  void SayThatItWaits() override { Report<v1::UpdateHeadResponse>({}); }
+
+ private:
+  engine::HeadRequest HeadRequest() {
+    return {.name = name_, .path = request_.path(), .root = service().root_};
+  }
+
+  // ---- for the loop
+  void OnRequest(std::string_view message) override {
+    v1::UpdateHeadRequest request;
+    absl::Status status = Parse(message, &request);
+    if (status.ok()) status = Take(std::move(request));
+    if (!status.ok()) Leave(status);
+  }
+  absl::Status Take(v1::UpdateHeadRequest request) {
+    const bool first = !began_;
+    if (first) {
+      LOGITD_RETURN_IF_ERROR(service().CheckMayChange());
+      name_ = request.name();
+    } else if (!request.name().empty() && request.name() != name_) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("name: got %s, allowed %s, as in the first message, or none",
+                          formats::Shown(request.name()), name_));
+    }
+    const bool has_path = !request.path().empty();
+    if (has_path && (!first || request.rows_size() > 0)) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("path: got %s, allowed only in the first message, and without rows",
+                          formats::Shown(request.path())));
+    }
+    if (!has_path && request.rows_size() == 0) {
+      return absl::InvalidArgumentError("rows: got none, allowed 1 or more, or a path");
+    }
+    by_file_ = has_path;
+    request_ = std::move(request);
+    if (by_file_) {
+      LOGITD_RETURN_IF_ERROR(environment().heads->CheckUpdate(HeadRequest()));
+    }
+    began_ = true;
+    working_ = true;
+    if (!by_file_) {
+      service().EnqueueLease(self());
+      return absl::OkStatus();
+    }
+    return service().EnqueueFile(self());
+  }
+  bool Busy() const override { return working_; }
+  void OnHalfClose() override {
+    if (!began_) return PlainCall::OnHalfClose();
+    if (by_file_) return;
+    closing_ = true;
+    working_ = true;
+    service().EnqueueLease(self());
+  }
+  void Leave(const absl::Status& why) override {
+    ChangeCall::Leave(why);
+    // The update's memory is freed on the thread too.
+    if (began_ && !by_file_ && !working_.exchange(true)) service().EnqueueLease(self());
+  }
+
+  // ---- for the thread
+  void RunStep() {
+    v1::UpdateHeadResponse answer;
+    absl::Status status = ended() ? absl::CancelledError("call cancelled") : Step(&answer);
+    const bool last = !status.ok() || closing_;
+    if (last) {
+      update_.reset();  // before the caller has its answer
+      return Conclude(status, answer);
+    }
+    service().StopRunning(*this);
+    working_ = false;
+    if (!ended()) return OnLoop([this, answer] { Send(answer); });
+    if (!working_.exchange(true)) update_.reset();  // else Leave has enqueued a step
+  }
+  absl::Status Step(v1::UpdateHeadResponse* answer) {
+    if (update_ == nullptr) {
+      auto update = environment().heads->BeginUpdate(name_);
+      if (!update.ok()) return update.status();
+      update_ = *std::move(update);
+    }
+    if (closing_) {
+      const absl::StatusOr<std::shared_ptr<const engine::Head>> head = update_->Commit();
+      if (!head.ok()) return head.status();
+      *answer->mutable_head() = Describe(**head);
+    } else {
+      for (const v1::HeadRows& rows : request_.rows()) {
+        if (ended()) break;
+        LOGITD_RETURN_IF_ERROR(Write(rows));
+      }
+    }
+    answer->set_done_bytes(update_->done_bytes());
+    return absl::OkStatus();
+  }
+  absl::Status Write(const v1::HeadRows& rows) {
+    engine::HeadRows from = {
+        .width = rows.width(), .first = rows.first_row(), .count = rows.rows()};
+    LOGITD_RETURN_IF_ERROR(FromProto(rows.part(), &from.part));
+    LOGITD_RETURN_IF_ERROR(DTypeFromWire("rows.dtype", rows.dtype(), &from.dtype));
+    LOGITD_RETURN_IF_ERROR(update_->CheckRows(from));
+    const size_t element = SizeOf(from.dtype);
+    Payload payload = {.rows = from.count, .row_bytes = static_cast<size_t>(from.width) * element};
+    const std::string& lease = rows.shared().lease();
+    LOGITD_RETURN_IF_ERROR(LocateRows("rows.shared",
+                                      {.lease_bytes = lease.size(),
+                                       .lease = lease.substr(0, kLeaseIdBytes),
+                                       .offset = rows.shared().offset(),
+                                       .row_stride = rows.shared().row_stride()},
+                                      element, service().find_lease_, &payload));
+    from.row_stride = static_cast<size_t>(payload.arena_stride);
+    if (payload.arena->address() != nullptr) {
+      from.data = payload.arena->address() + payload.arena_offset;
+      if (payload.arena->on_device()) from.device = payload.arena->device();
+    } else {
+      from.read = [&payload](int64_t first, int64_t count, std::byte* to, size_t to_stride) {
+        Payload some = payload;
+        some.rows = count;
+        some.range.bytes = static_cast<size_t>(count) * some.row_bytes;
+        some.arena_offset += first * some.arena_stride;
+        CopyRows(/*message=*/{}, some, to, to_stride);
+      };
+    }
+    return update_->Write(from);
+  }
+
+  bool began_ = false;  // the first message was accepted
+  bool by_file_ = false;
+  std::string name_;
+  v1::UpdateHeadRequest request_;      // the last one
+  bool closing_ = false;               // there are no more
+  std::atomic<bool> working_ = false;  // the thread has the call, or will have it
+  std::unique_ptr<engine::HeadUpdate> update_;
 };
 
 HeadsService::HeadsService(std::string root, std::string remote_listen,
@@ -138,24 +374,33 @@ HeadsService::HeadsService(std::string root, std::string remote_listen,
     : root_(std::move(root)),
       remote_listen_(std::move(remote_listen)),
       environment_(environment),
-      thread_([this] { RunLoads(); }) {}
+      find_lease_(
+          environment.leases == nullptr
+              ? FindLease()
+              : [leases = environment.leases](std::string_view id) { return leases->Find(id); }),
+      files_thread_([this] { RunLine(&files_); }),
+      leases_thread_([this] { RunLine(&leases_); }) {}
 
 HeadsService::~HeadsService() {
   {
     absl::MutexLock lock(&mutex_);
     ending_ = true;
   }
-  thread_.join();
+  files_thread_.join();
+  leases_thread_.join();
 }
 
 bool HeadsService::loading() const {
   absl::MutexLock lock(&mutex_);
-  return running_ != nullptr;
+  return files_.running != nullptr || leases_.running != nullptr;
 }
 
 void HeadsService::Register(Registry* registry) {
   registry->Add(std::string(kLoad.path), [this](http2::Stream* stream) {
     return std::make_shared<LoadCall>(stream, environment_, this);
+  });
+  registry->Add(std::string(kUpdate.path), [this](http2::Stream* stream) {
+    return std::make_shared<UpdateCall>(stream, environment_, this);
   });
   AddUnary<v1::UnloadHeadRequest, v1::UnloadHeadResponse>(
       kUnload, environment_, registry, [this](const auto& request, auto* /*answer*/) {
@@ -175,102 +420,80 @@ void HeadsService::Register(Registry* registry) {
       });
 }
 
-engine::HeadRequest HeadsService::RequestOf(const LoadCall& call) const {
-  const v1::LoadHeadRequest& request = call.request();
-  return {.name = request.name(),
-          .path = request.path(),
-          .root = root_,
-          .final_norm = request.final_norm(),
-          .vocab = request.vocab(),
-          .shard = request.shard()};
-}
-
 absl::Status HeadsService::CheckMayChange() const {
   if (environment_.admission->draining()) return engine::DrainingError();
   if (root_.empty()) {
     return absl::FailedPreconditionError(
-        "clients cannot load or unload heads: the server was started without --head-root DIR");
+        "clients cannot load, update or unload heads: the server was started without --head-root "
+        "DIR");
   }
   if (!remote_listen_.empty()) {
-    return absl::PermissionDeniedError(absl::StrFormat(
-        "clients cannot load or unload heads: the server listens on %s, which is not local, and "
-        "was started without --allow-remote-heads",
-        remote_listen_));
+    return absl::PermissionDeniedError(
+        absl::StrFormat("clients cannot load, update or unload heads: the server listens on %s, "
+                        "which is not local, and "
+                        "was started without --allow-remote-heads",
+                        remote_listen_));
   }
   return absl::OkStatus();
 }
 
-absl::Status HeadsService::Enqueue(const std::shared_ptr<LoadCall>& call) {
-  LOGITD_RETURN_IF_ERROR(CheckMayChange());
-  LOGITD_RETURN_IF_ERROR(environment_.heads->Check(RequestOf(*call)));
-  const std::string& name = call->request().name();
+absl::Status HeadsService::EnqueueFile(const std::shared_ptr<ChangeCall>& call) {
+  const std::string& name = call->name();
   absl::MutexLock lock(&mutex_);
-  const auto same = [&](const auto& other) { return other->request().name() == name; };
-  if ((running_ != nullptr && same(running_)) || std::any_of(loads_.begin(), loads_.end(), same)) {
+  const auto same = [&](const auto& other) { return other->name() == name; };
+  if ((files_.running != nullptr && same(files_.running)) ||
+      std::any_of(files_.waiting.begin(), files_.waiting.end(), same)) {
     return absl::AlreadyExistsError(
-        absl::StrFormat("head %s is being loaded, allowed another name", name));
+        absl::StrFormat("head %s is being loaded or updated, allowed another name", name));
   }
-  if (loads_.size() >= kMaxWaitingLoads) {
+  if (files_.waiting.size() >= kMaxWaitingLoads) {
     return absl::ResourceExhaustedError(absl::StrFormat("waiting loads: got %d already, allowed %d",
-                                                        loads_.size(), kMaxWaitingLoads));
+                                                        files_.waiting.size(), kMaxWaitingLoads));
   }
-  if (running_ != nullptr || !loads_.empty()) call->Report({});
-  loads_.push_back(call);
+  if (files_.running != nullptr || !files_.waiting.empty()) call->SayThatItWaits();
+  files_.waiting.push_back(call);
   return absl::OkStatus();
 }
 
-void HeadsService::LeaveLine(const LoadCall& call) {
-  std::shared_ptr<LoadCall> left;  // freed without the lock
+void HeadsService::EnqueueLease(const std::shared_ptr<ChangeCall>& call) {
   absl::MutexLock lock(&mutex_);
-  const auto it = std::find_if(loads_.begin(), loads_.end(),
-                               [&](const auto& waiting) { return waiting.get() == &call; });
-  if (it == loads_.end()) return;
-  left = std::move(*it);
-  loads_.erase(it);
+  leases_.waiting.push_back(call);
 }
 
-void HeadsService::RunLoads() {
+void HeadsService::LeaveLine(const ChangeCall& call) {
+  std::shared_ptr<ChangeCall> left;  // freed without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto it = std::find_if(files_.waiting.begin(), files_.waiting.end(),
+                               [&](const auto& waiting) { return waiting.get() == &call; });
+  if (it == files_.waiting.end()) return;
+  left = std::move(*it);
+  files_.waiting.erase(it);
+}
+
+void HeadsService::StopRunning(const ChangeCall& call) {
+  absl::MutexLock lock(&mutex_);
+  for (Line* line : {&files_, &leases_}) {
+    if (line->running.get() == &call) line->running = nullptr;  // its thread keeps it
+  }
+}
+
+void HeadsService::RunLine(Line* line) {
   while (true) {
-    std::shared_ptr<LoadCall> call;
+    std::shared_ptr<ChangeCall> call;
     {
       absl::MutexLock lock(&mutex_);
-      const auto something = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-        return ending_ || !loads_.empty();
+      const auto something = [this, line]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        return ending_ || !line->waiting.empty();
       };
       mutex_.Await(absl::Condition(&something));
-      if (loads_.empty()) return;
-      call = std::move(loads_.front());
-      loads_.pop_front();
-      if (call->ended()) continue;
-      running_ = call;
+      if (line->waiting.empty()) return;
+      call = std::move(line->waiting.front());
+      line->waiting.pop_front();
+      line->running = call;
     }
-    Run(*call);
+    call->Run();
+    StopRunning(*call);
   }
-}
-
-void HeadsService::Run(LoadCall& call) {
-  v1::LoadHeadResponse last;
-  const auto head =
-      environment_.heads->Load(RequestOf(call), [&](const engine::HeadProgress& progress) {
-        last.set_done_bytes(progress.done_bytes);
-        last.set_total_bytes(progress.total_bytes);
-        call.Report(progress);
-        return !call.ended();
-      });
-  if (head.ok()) *last.mutable_head() = Describe(**head);
-  {
-    // Before the caller gets its answer: it may load the same name again at once.
-    absl::MutexLock lock(&mutex_);
-    running_ = nullptr;
-  }
-  absl::Status status = head.status();
-  // A device that is lost while others are left is no reason not to try again.
-  if (absl::IsInternal(status) && environment_.engine->devices().left() >= 2) {
-    status = absl::UnavailableError(absl::StrCat(status.message(), "; the other devices serve on"));
-  }
-  call.Conclude(status, last);
-  // Last: the engine's owner may end the process in it.
-  if (absl::IsInternal(head.status())) environment_.engine->DeviceLost(head.status());
 }
 
 }  // namespace logitd::rpc

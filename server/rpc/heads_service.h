@@ -12,49 +12,65 @@
 #include "absl/synchronization/mutex.h"
 #include "logitd/v1/heads.pb.h"
 #include "server/engine/heads.h"
+#include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/registry.h"
 #include "server/rpc/transport/plain_call.h"
 #include "server/rpc/transport/request_job.h"
 
 namespace logitd::rpc {
 
-class LoadCall;
+class ChangeCall;
 
-// Messages are small, so a call begins when its message is there. Loads run in their order on a
-// thread of the service, so no event loop waits for a disk. Thread-safe.
+// Messages are small, so a call begins when its message is there. Loads and updates from files run
+// in their order on a thread of the service, so no event loop waits for a disk; updates by leases
+// on another one, so that they wait for no disk either. Thread-safe.
 class HeadsService {
  public:
-  // `root`: the directory that contains the paths of Load, with its links resolved; empty: Load and
-  // Unload are refused. `remote_listen`: an address that others than this machine reach, for which
-  // they are refused too; empty: none. The objects of `environment` outlive this.
+  // `root`: the directory that contains the paths of Load and Update, with its links resolved;
+  // empty: Load, Update and Unload are refused. `remote_listen`: an address that others than this
+  // machine reach, for which they are refused too; empty: none. The objects of `environment`
+  // outlive this.
   HeadsService(std::string root, std::string remote_listen, const CallEnvironment& environment);
   // No call may be left. Waits while loading() is true.
   ~HeadsService();
 
-  // True while a head is read and copied. Its call may be over: a call ends as soon as it is
+  // True while a head is read or copied. Its call may be over: a call ends as soon as it is
   // cancelled or the server drains, and its load ends when it next reports progress.
   bool loading() const;
 
   void Register(Registry* registry);
 
  private:
-  engine::HeadRequest RequestOf(const LoadCall& call) const;
+  friend class ChangeCall;
+  friend class LoadCall;
+  friend class UpdateCall;
+
+  // Calls that wait for a thread, and the one that it works for.
+  struct Line {
+    std::shared_ptr<ChangeCall> running;
+    std::deque<std::shared_ptr<ChangeCall>> waiting;
+  };
+
   // OK: clients may change which heads are loaded.
   absl::Status CheckMayChange() const;
-  absl::Status Enqueue(const std::shared_ptr<LoadCall>& call);
-  friend class LoadCall;
-  void LeaveLine(const LoadCall& call);  // if it waits
-  void RunLoads();
-  void Run(LoadCall& call);
+  // Into the line of files, where a name is at most once.
+  absl::Status EnqueueFile(const std::shared_ptr<ChangeCall>& call);
+  // Into the line of leases.
+  void EnqueueLease(const std::shared_ptr<ChangeCall>& call);
+  void LeaveLine(const ChangeCall& call);    // of files, if it waits there
+  void StopRunning(const ChangeCall& call);  // if it runs
+  void RunLine(Line* line);
 
   const std::string root_;
   const std::string remote_listen_;
   const CallEnvironment& environment_;
+  const FindLease find_lease_;  // null: the server leases nothing
   mutable absl::Mutex mutex_;
-  std::shared_ptr<LoadCall> running_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::shared_ptr<LoadCall>> loads_ ABSL_GUARDED_BY(mutex_);
+  Line files_ ABSL_GUARDED_BY(mutex_);
+  Line leases_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // RunLoads
+  std::thread files_thread_;
+  std::thread leases_thread_;
 };
 
 }  // namespace logitd::rpc

@@ -5,7 +5,10 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +20,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "logitd/v1/heads.grpc.pb.h"
+#include "server/arena/leases.h"
 #include "tests/rpc/served_engine.h"
 
 namespace logitd::rpc {
@@ -240,8 +244,8 @@ TEST_F(HeadsServiceTest, MalformedMessagesAreRefusedWithTheirReason) {
   const grpc::Slice slice("\x0a\xffnot a message");
   const grpc::ByteBuffer bytes(&slice, 1);
   for (const char* method :
-       {"/logitd.v1.Heads/Load", "/logitd.v1.Heads/Unload", "/logitd.v1.Heads/List",
-        "/logitd.v1.Heads/Get", "/logitd.v1.Server/GetInfo"}) {
+       {"/logitd.v1.Heads/Load", "/logitd.v1.Heads/Update", "/logitd.v1.Heads/Unload",
+        "/logitd.v1.Heads/List", "/logitd.v1.Heads/Get", "/logitd.v1.Server/GetInfo"}) {
     grpc::GenericStub stub(channel_);
     grpc::ClientContext context;
     grpc::CompletionQueue queue;
@@ -372,6 +376,257 @@ TEST_F(HeadsServiceTest, ADrainEndsLoadsAndTakesNoMore) {
   EXPECT_EQ(Load("x", "small.safetensors").error_code(), grpc::UNAVAILABLE);
   EXPECT_EQ(Unload("small").error_code(), grpc::UNAVAILABLE);
   EXPECT_THAT(List(), ElementsAre("small"));
+}
+
+// ---- Updates
+
+class HeadsUpdateTest : public HeadsServiceTest {
+ protected:
+  static constexpr int64_t kVocab = 10;  // of small.safetensors, bf16, with a bias of ones
+  static constexpr int64_t kHidden = 4;
+  static constexpr int64_t kLeaseBytes = 4096;
+
+  HeadsUpdateTest() {
+    leases_ = &all_leases_;
+    stub_ = v1::Heads::NewStub(Start(folder_ + "/top"));
+    memory_ = static_cast<uint16_t*>(
+        mmap(nullptr, kLeaseBytes, PROT_READ | PROT_WRITE, MAP_SHARED, lease_.fd, 0));
+    EXPECT_TRUE(Load("h", "small.safetensors").ok());
+    bytes_ = backend_.device_bytes();
+  }
+  ~HeadsUpdateTest() override {
+    backend_.Release();
+    server_.reset();  // before the leases
+    munmap(memory_, kLeaseBytes);
+    close(lease_.fd);
+  }
+
+  struct UpdateCall {
+    grpc::Status Finish() {
+      stream->WritesDone();
+      for (v1::UpdateHeadResponse answer; stream->Read(&answer);) answers.push_back(answer);
+      return stream->Finish();
+    }
+    grpc::ClientContext context;
+    std::unique_ptr<grpc::ClientReaderWriter<v1::UpdateHeadRequest, v1::UpdateHeadResponse>> stream;
+    std::vector<v1::UpdateHeadResponse> answers;
+  };
+  std::unique_ptr<UpdateCall> Begin(const std::vector<v1::UpdateHeadRequest>& requests) {
+    auto call = std::make_unique<UpdateCall>();
+    call->context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+    call->stream = stub_->Update(&call->context);
+    for (const v1::UpdateHeadRequest& request : requests) call->stream->Write(request);
+    return call;
+  }
+  grpc::Status Update(const std::vector<v1::UpdateHeadRequest>& requests) {
+    return Begin(requests)->Finish();
+  }
+
+  v1::UpdateHeadRequest ByFile(const std::string& path) {
+    v1::UpdateHeadRequest request;
+    request.set_name("h");
+    request.set_path(path);
+    return request;
+  }
+  // Rows [first, first + count) of the weight, which lie one after another from the lease's start.
+  v1::UpdateHeadRequest ByRows(int64_t first, int64_t count) {
+    v1::UpdateHeadRequest request;
+    request.set_name("h");
+    v1::HeadRows* const rows = request.add_rows();
+    rows->mutable_shared()->set_lease(std::string(lease_.id.begin(), lease_.id.end()));
+    rows->set_dtype(v1::DTYPE_BF16);
+    rows->set_width(kHidden);
+    rows->set_first_row(first);
+    rows->set_rows(count);
+    return request;
+  }
+  void Fill(uint16_t value) { std::fill_n(memory_, kLeaseBytes / 2, value); }
+
+  std::shared_ptr<const engine::Head> Head() { return *heads_.Find("h"); }
+  // The first number of each row.
+  std::vector<uint16_t> Rows() {
+    const std::shared_ptr<const engine::Head> head = Head();
+    const TensorView& weight = head->view().weight;
+    std::vector<uint16_t> rows;
+    for (int64_t r = 0; r < kVocab; ++r) {
+      rows.push_back(static_cast<const uint16_t*>(weight.data)[r * weight.row_stride]);
+    }
+    return rows;
+  }
+  void ExpectUnchanged() {
+    EXPECT_TRUE(Becomes([&] { return backend_.device_bytes() == bytes_; }));
+    EXPECT_EQ(Head()->info().version, 1);
+    EXPECT_THAT(Rows(), ::testing::Each(0));
+  }
+
+  arena::Leases all_leases_{{.max_bytes = 4 * kLeaseBytes, .max_leases = 4}};
+  arena::Leases::Lease lease_ = *all_leases_.Open(kLeaseBytes);
+  uint16_t* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+TEST_F(HeadsUpdateTest, AFileGivesTheNextVersion) {
+  WriteHead(folder_ + "/top/other.safetensors", kVocab, kHidden);
+  auto call = Begin({ByFile("other.safetensors")});
+  const grpc::Status status = call->Finish();
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  const v1::UpdateHeadResponse& last = call->answers.back();
+  EXPECT_EQ(last.head().head_version(), 2);
+  EXPECT_EQ(last.head().path(), "other.safetensors");
+  EXPECT_EQ(last.total_bytes(), kVocab * kHidden * 2 + kVocab * 4);
+  EXPECT_EQ(last.done_bytes(), last.total_bytes());
+  EXPECT_EQ(backend_.device_bytes(), bytes_);
+}
+
+TEST_F(HeadsUpdateTest, RowsGoThroughALeaseThatIsSmallerThanTheHead) {
+  const std::shared_ptr<const engine::Head> old = Head();
+  Fill(7);
+  auto call = Begin({ByRows(6, 4)});
+  v1::UpdateHeadResponse answer;
+  ASSERT_TRUE(call->stream->Read(&answer));
+  EXPECT_EQ(answer.done_bytes(), 4 * kHidden * 2);
+  EXPECT_FALSE(answer.has_head());
+  EXPECT_THAT(Rows(), ::testing::Each(0));  // still the old one
+  Fill(9);
+  v1::UpdateHeadRequest more = ByRows(1, 2);
+  more.clear_name();
+  more.mutable_rows(0)->mutable_shared()->set_row_stride(24);
+  ASSERT_TRUE(call->stream->Write(more));
+  const grpc::Status status = call->Finish();
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  ASSERT_EQ(call->answers.size(), 2u);
+  EXPECT_EQ(call->answers[1].head().head_version(), 2);
+  EXPECT_EQ(call->answers[1].done_bytes(), 6 * kHidden * 2);
+  EXPECT_THAT(Rows(), ElementsAre(0, 9, 9, 0, 0, 0, 7, 7, 7, 7));
+  EXPECT_EQ(static_cast<const uint16_t*>(old->view().weight.data)[6 * 8], 0);
+}
+
+TEST_F(HeadsUpdateTest, WhatIsWrongIsSaidAndTheOldHeadStays) {
+  using R = v1::UpdateHeadRequest*;
+  struct Case {
+    void (*change)(R request);
+    grpc::StatusCode code;
+    const char* text;
+  };
+  const std::vector<Case> cases = {
+      {[](R r) { r->set_name("g"); }, grpc::NOT_FOUND, "no head \"g\"; loaded: h"},
+      {[](R r) { r->clear_rows(); }, grpc::INVALID_ARGUMENT,
+       "rows: got none, allowed 1 or more, or a path"},
+      {[](R r) { r->set_path("small.safetensors"); }, grpc::INVALID_ARGUMENT,
+       "allowed only in the first message, and without rows"},
+      {[](R r) { r->mutable_rows(0)->set_part(static_cast<v1::HeadPart>(9)); },
+       grpc::INVALID_ARGUMENT, "rows.part: got 9, allowed 0..2"},
+      {[](R r) { r->mutable_rows(0)->set_part(v1::HEAD_PART_NORM); }, grpc::INVALID_ARGUMENT,
+       "rows.part: got norm"},
+      {[](R r) { r->mutable_rows(0)->clear_dtype(); }, grpc::INVALID_ARGUMENT, "rows.dtype: got 0"},
+      {[](R r) { r->mutable_rows(0)->set_dtype(v1::DTYPE_F16); }, grpc::INVALID_ARGUMENT,
+       "rows.dtype: got f16, allowed bf16"},
+      {[](R r) { r->mutable_rows(0)->set_width(5); }, grpc::INVALID_ARGUMENT,
+       "rows.width: got 5, allowed 4"},
+      {[](R r) { r->mutable_rows(0)->set_rows(11); }, grpc::INVALID_ARGUMENT,
+       "rows.rows: got 11, allowed 1..10"},
+      {[](R r) { r->mutable_rows(0)->mutable_shared()->set_offset(kLeaseBytes - 8); },
+       grpc::INVALID_ARGUMENT, "rows.shared.offset: got 4088, allowed a multiple of 2 from 0 to"},
+      {[](R r) { r->mutable_rows(0)->mutable_shared()->set_lease("short"); },
+       grpc::INVALID_ARGUMENT, "rows.shared.lease: got 5 bytes, allowed 16"},
+      {[](R r) { r->mutable_rows(0)->mutable_shared()->set_lease("0123456789abcdef"); },
+       grpc::NOT_FOUND, "lease"},
+  };
+  Fill(7);
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.text);
+    v1::UpdateHeadRequest request = ByRows(0, 10);
+    test.change(&request);
+    const grpc::Status status = Update({request});
+    EXPECT_EQ(status.error_code(), test.code) << status.error_message();
+    EXPECT_THAT(status.error_message(), HasSubstr(test.text));
+    // As the second message too.
+    if (test.code == grpc::INVALID_ARGUMENT) {
+      EXPECT_EQ(Update({ByRows(0, 10), request}).error_code(), test.code);
+    }
+    ExpectUnchanged();
+  }
+  EXPECT_EQ(Update({ByFile("none")}).error_code(), grpc::NOT_FOUND);
+  EXPECT_EQ(Update({ByFile("../outside.safetensors")}).error_code(), grpc::PERMISSION_DENIED);
+  EXPECT_EQ(Update({ByFile("inner/large.safetensors")}).error_code(), grpc::INVALID_ARGUMENT);
+  EXPECT_EQ(Update({ByRows(0, 1), ByFile("small.safetensors")}).error_code(),
+            grpc::INVALID_ARGUMENT);
+  EXPECT_EQ(Update({}).error_code(), grpc::INVALID_ARGUMENT);
+  all_leases_.End(lease_.id);
+  EXPECT_EQ(Update({ByRows(0, 10)}).error_code(), grpc::NOT_FOUND);
+  ExpectUnchanged();
+}
+
+TEST_F(HeadsUpdateTest, OneUpdateOfAHeadAtATime) {
+  auto first = Begin({ByRows(0, 1)});
+  v1::UpdateHeadResponse answer;
+  ASSERT_TRUE(first->stream->Read(&answer));
+  for (const v1::UpdateHeadRequest& second : {ByRows(0, 1), ByFile("small.safetensors")}) {
+    const grpc::Status status = Update({second});
+    EXPECT_EQ(status.error_code(), grpc::ALREADY_EXISTS) << status.error_message();
+    EXPECT_THAT(status.error_message(), HasSubstr("is being updated"));
+  }
+  ASSERT_TRUE(Unload("h").ok());
+  EXPECT_EQ(first->Finish().error_code(), grpc::ABORTED);
+  EXPECT_TRUE(Becomes([&] { return backend_.device_bytes() == 0; }));
+}
+
+TEST_F(HeadsUpdateTest, ACancelledUpdateGivesItsMemoryBack) {
+  Fill(7);
+  {  // between its messages
+    auto call = Begin({ByRows(0, 10)});
+    v1::UpdateHeadResponse answer;
+    ASSERT_TRUE(call->stream->Read(&answer));
+    EXPECT_EQ(backend_.device_bytes(), 2 * bytes_);
+    call->context.TryCancel();
+    EXPECT_EQ(call->Finish().error_code(), grpc::CANCELLED);
+    ExpectUnchanged();
+  }
+  for (const v1::UpdateHeadRequest& request : {ByRows(0, 10), ByFile("small.safetensors")}) {
+    backend_.Hold(FaultPoint::kUpload);  // while it copies
+    auto call = Begin({request});
+    EXPECT_TRUE(Becomes([&] { return backend_.held() == 1; }));
+    EXPECT_TRUE(server_->loading());
+    call->context.TryCancel();
+    EXPECT_EQ(call->Finish().error_code(), grpc::CANCELLED);
+    EXPECT_TRUE(Becomes([&] { return server_->calls() == 0; }));
+    backend_.Release();
+    EXPECT_TRUE(Becomes([&] { return !server_->loading(); }));
+    ExpectUnchanged();
+  }
+  EXPECT_TRUE(Update({ByRows(0, 10)}).ok());
+  EXPECT_THAT(Rows(), ::testing::Each(7));
+}
+
+TEST_F(HeadsUpdateTest, ADrainEndsUpdates) {
+  auto idle = Begin({ByRows(0, 10)});
+  v1::UpdateHeadResponse answer;
+  ASSERT_TRUE(idle->stream->Read(&answer));
+  admission_.BeginDrain();
+  server_->Drain(absl::Seconds(1));
+  const grpc::Status ended = idle->Finish();
+  EXPECT_EQ(ended.error_code(), grpc::UNAVAILABLE);
+  EXPECT_THAT(ended.error_message(), HasSubstr("draining"));
+  ExpectUnchanged();
+  EXPECT_EQ(Update({ByRows(0, 10)}).error_code(), grpc::UNAVAILABLE);
+}
+
+TEST_F(HeadsUpdateTest, WhoMayNotLoadMayNotUpdateEither) {
+  for (const bool has_root : {false, true}) {
+    stub_ = v1::Heads::NewStub(has_root ? Start(folder_ + "/top", "0.0.0.0:7450") : Start());
+    for (const v1::UpdateHeadRequest& request : {ByRows(0, 10), ByFile("small.safetensors")}) {
+      EXPECT_EQ(Update({request}).error_code(),
+                has_root ? grpc::PERMISSION_DENIED : grpc::FAILED_PRECONDITION);
+    }
+  }
+  ExpectUnchanged();
+}
+
+TEST_F(HeadsUpdateTest, AnUpdateThatLosesTheDeviceTellsTheEnginesOwner) {
+  backend_.FailNext(FaultPoint::kWait, absl::InternalError("fell off the bus"));
+  EXPECT_EQ(Update({ByRows(0, 10)}).error_code(), grpc::INTERNAL);
+  EXPECT_TRUE(Becomes([&] { return !device_lost().ok(); }));
+  ExpectUnchanged();
 }
 
 }  // namespace

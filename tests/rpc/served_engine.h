@@ -13,6 +13,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "server/arena/leases.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
 #include "server/engine/heads.h"
@@ -61,7 +62,8 @@ class ServedEngine : public ::testing::Test {
     auto server = RpcServer::Start({.listen = {"127.0.0.1:0"},
                                     .max_request_bytes = max_bytes_,
                                     .head_root = head_root,
-                                    .remote_listen = remote_listen},
+                                    .remote_listen = remote_listen,
+                                    .leases = leases_},
                                    &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
@@ -75,6 +77,7 @@ class ServedEngine : public ::testing::Test {
   }
 
   const int64_t max_bytes_;
+  const arena::Leases* leases_ = nullptr;  // of servers that start later
   absl::Mutex mutex_;
   absl::Status device_lost_ ABSL_GUARDED_BY(mutex_);
   FakeBackend backend_;

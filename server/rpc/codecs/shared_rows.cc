@@ -65,9 +65,14 @@ absl::Status ParseSharedFields(Pieces pieces, absl::Span<const ByteRange> parts,
 }
 
 absl::Status LocateRows(std::string_view field, Pieces pieces, absl::Span<const ByteRange> parts,
-                        size_t element_bytes, const FindLease& find_lease, Payload* payload) {
+                        size_t element, const FindLease& find_lease, Payload* payload) {
   SharedFields fields;
   LOGITD_RETURN_IF_ERROR(ParseSharedFields(pieces, parts, &fields));
+  return LocateRows(field, fields, element, find_lease, payload);
+}
+
+absl::Status LocateRows(std::string_view field, const SharedFields& fields, size_t element_bytes,
+                        const FindLease& find_lease, Payload* payload) {
   absl::StatusOr<std::shared_ptr<const arena::Arena>> arena = FindArena(field, fields, find_lease);
   if (!arena.ok()) return arena.status();
   const int64_t total = (*arena)->bytes();

@@ -41,6 +41,10 @@ absl::Status ParseSharedFields(Pieces pieces, absl::Span<const ByteRange> parts,
 absl::Status LocateRows(std::string_view field, Pieces pieces, absl::Span<const ByteRange> parts,
                         size_t element, const FindLease& find_lease, Payload* payload);
 
+// As above, of fields that are at hand.
+absl::Status LocateRows(std::string_view field, const SharedFields& fields, size_t element,
+                        const FindLease& find_lease, Payload* payload);
+
 // A place for `bytes` bytes of an answer.
 struct SharedOutput {
   std::shared_ptr<const arena::Arena> arena;  // null: the answer goes into the message

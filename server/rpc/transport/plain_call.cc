@@ -40,12 +40,12 @@ void PlainCall::OnMessage(MessageMemory message) {
   OnRequest({reinterpret_cast<const char*>(message.bytes.data()), message.bytes.size()});
   if (finished() || over()) return;
   if (!method_.client_streams) return;
-  Pause(unwritten_ > 0);  // a peer that does not read its answers gets no more of them
+  Pause(unwritten_ > 0 || Busy());  // a peer that does not read its answers gets no more of them
   Grant(0);
 }
 
 void PlainCall::OnWritten() {
-  if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(false);
+  if (unwritten_ > 0 && --unwritten_ == 0 && method_.client_streams) Pause(Busy());
 }
 
 void PlainCall::OnHalfClose() {

@@ -41,6 +41,9 @@ class PlainCall : public ServerCall {
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
+  // Of a method that takes any number of messages: the next one stays with the peer while it is true,
+  // until an answer is written.
+  virtual bool Busy() const { return false; }
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
   // INVALID_ARGUMENT: it is malformed.
@@ -51,6 +54,7 @@ class PlainCall : public ServerCall {
   void End(const absl::Status& status) override;
   void OnHalfClose() override;
   void OnOver() override;
+  void OnWritten() override;
 
   const CallEnvironment& environment() const { return environment_; }
   const PlainMethod& method() const { return method_; }
@@ -60,7 +64,6 @@ class PlainCall : public ServerCall {
   void OnMessageSize(size_t bytes) override;
   void OnMessage(MessageMemory message) override;
   void OnCancelled(const absl::Status& why) override;
-  void OnWritten() override;
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;
