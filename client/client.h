@@ -159,8 +159,8 @@ class Client {
   // where `progress` last stood: with the rows from there on, and its `offset` and `totals` in the
   // parameters.
   //
-  // A new stream looks its head up again. Until the call ends the name must mean the same weights;
-  // otherwise losses of two heads are joined without an error.
+  // A new stream demands the version of the head that its answers so far are of: a head that was
+  // updated meanwhile ends the call with FAILED_PRECONDITION.
   absl::StatusOr<ScoreResult> ScoreStream(
       const ScoreRequest& request,
       const std::function<bool(const ScoreProgress&)>& progress = nullptr);
@@ -189,6 +189,11 @@ class Client {
   // the load (CANCELLED). A load has no deadline, because it may take minutes, and one attempt.
   absl::StatusOr<v1::Head> LoadHead(
       const v1::LoadHeadRequest& request,
+      const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
+  // By a path, or by rows in an arena, whose place Arena::Find tells; in one message. As LoadHead,
+  // except that the total of an update by rows is 0.
+  absl::StatusOr<v1::Head> UpdateHead(
+      const v1::UpdateHeadRequest& request,
       const std::function<bool(int64_t done_bytes, int64_t total_bytes)>& progress = nullptr);
   // OK also where a second attempt finds no such head: then the first one unloaded it.
   absl::Status UnloadHead(const std::string& name);

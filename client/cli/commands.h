@@ -105,6 +105,7 @@ struct LoadHeadFlags {
   bool shard = false;
 };
 int RunLoadHead(const Session& session, const LoadHeadFlags& flags);
+int RunUpdateHead(const Session& session, const LoadHeadFlags& flags);
 int RunUnloadHead(const Session& session, const std::string& name);
 int RunListHeads(const Session& session);
 int RunGetHead(const Session& session, const std::string& name);

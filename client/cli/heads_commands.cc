@@ -1,4 +1,5 @@
 // logitctl heads.
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,21 +12,21 @@
 #include "client/client.h"
 
 namespace logitd::cli {
-int RunLoadHead(const Session& session, const LoadHeadFlags& flags) {
-  v1::LoadHeadRequest request;
-  request.set_name(flags.name);
-  request.set_path(flags.path);
-  request.set_final_norm(flags.final_norm);
-  request.set_vocab(flags.vocab);
-  request.set_shard(flags.shard);
+namespace {
+
+using HeadProgress = std::function<bool(int64_t done_bytes, int64_t total_bytes)>;
+
+// Runs a load or an update, `change`, and shows its progress and the head.
+int ChangeHead(const Session& session, const std::string& name,
+               const std::function<absl::StatusOr<v1::Head>(const HeadProgress&)>& change) {
   // Calls are tried again, loads are not: this call waits for a server that is not there yet.
   if (const absl::Status there = session.client().Info().status(); !there.ok()) {
     return session.CallFailed(there);
   }
   absl::StatusOr<v1::Head> head = absl::UnknownError("");
   {
-    Progress progress(flags.name);
-    head = session.client().LoadHead(request, [&](int64_t done_bytes, int64_t total_bytes) {
+    Progress progress(name);
+    head = change([&](int64_t done_bytes, int64_t total_bytes) {
       progress.Show(done_bytes, total_bytes,
                     total_bytes <= 0 ? "waits for another load"
                                      : absl::StrCat(Bytes(done_bytes), " of ", Bytes(total_bytes)));
@@ -39,6 +40,29 @@ int RunLoadHead(const Session& session, const LoadHeadFlags& flags) {
     return kExitCallFailed;
   }
   return session.CallFailed(head.status());
+}
+
+}  // namespace
+
+int RunLoadHead(const Session& session, const LoadHeadFlags& flags) {
+  v1::LoadHeadRequest request;
+  request.set_name(flags.name);
+  request.set_path(flags.path);
+  request.set_final_norm(flags.final_norm);
+  request.set_vocab(flags.vocab);
+  request.set_shard(flags.shard);
+  return ChangeHead(session, flags.name, [&](const HeadProgress& progress) {
+    return session.client().LoadHead(request, progress);
+  });
+}
+
+int RunUpdateHead(const Session& session, const LoadHeadFlags& flags) {
+  v1::UpdateHeadRequest request;
+  request.set_name(flags.name);
+  request.set_path(flags.path);
+  return ChangeHead(session, flags.name, [&](const HeadProgress& progress) {
+    return session.client().UpdateHead(request, progress);
+  });
 }
 
 int RunUnloadHead(const Session& session, const std::string& name) {

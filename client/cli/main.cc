@@ -127,6 +127,13 @@ of a padded vocabulary, tied embeddings, scale and softcap of the logits. A term
 constexpr char kLoadHeadExamples[] = R"(  logitctl heads load llama models/llama --norm
   logitctl heads load gpt2 gpt2/model.safetensors --vocab 50257)";
 
+constexpr char kUpdateHeadHelp[] =
+    R"(Gives a loaded head new weights, from the server's own files, while other calls continue.
+
+PATH is as of heads load; the new head has the shape, type, bias and norm of the old one. The new
+version is written beside the old one, then new calls get it; calls in flight end on the old one. A
+terminal shows a bar. --deadline does not count here: Ctrl-C cancels the update.)";
+
 constexpr char kCompletionHelp[] =
     R"(Prints a script that completes subcommands, flags, values and files in a shell.
 
@@ -410,6 +417,13 @@ void AddHeads(CLI::App* app, Commands* commands) {
       0, 1 << 20);
   load->add_flag("--shard", flags->shard,
                  "cut the vocabulary over all devices, each of which holds a part");
+  const auto [update, update_flags] =
+      AddCommand(heads, commands, "update", kUpdateHeadHelp,
+                 "  logitctl heads update llama models/llama-step-2", &RunUpdateHead);
+  AddName(update, &update_flags->name);
+  update
+      ->add_option("PATH", update_flags->path, "of the file or folder, in the server's --head-root")
+      ->required();
   const auto [unload, unload_name] = AddCommand<std::string>(
       heads, commands, "unload",
       "Takes a head away from new calls; calls in flight keep it until they end.",

@@ -313,6 +313,7 @@ namespace {
 // What the head has besides its weight.
 std::string Extras(const v1::Head& head) {
   std::vector<std::string> extras;
+  if (head.head_version() > 1) extras.push_back(absl::StrCat("version ", head.head_version()));
   if (head.final_norm()) extras.push_back("norm");
   if (head.bias()) extras.push_back("bias");
   if (head.scale() != 1.0f) extras.push_back(absl::StrFormat("scale %g", head.scale()));

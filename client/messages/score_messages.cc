@@ -143,7 +143,10 @@ absl::StatusOr<grpc::ByteBuffer> ScoreMessages::Encode(
                           .arena = request_.arena};
   params_.Cut(row, rows, &message.params);
   message.params.set_offset(request_.params.offset() + row);
-  if (i == 0 && row > 0) *message.params.mutable_totals() = result_.answer.totals();
+  if (i == 0 && row > 0) {
+    *message.params.mutable_totals() = result_.answer.totals();
+    message.params.set_head_version(result_.answer.head_version());
+  }
   if (i == 0 && row == 0 && request_.params.has_totals()) {
     *message.params.mutable_totals() = request_.params.totals();
   }

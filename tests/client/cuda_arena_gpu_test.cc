@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +22,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
 #include "client/arena.h"
 #include "client/client.h"
 #include "client/ring.h"
@@ -82,7 +86,9 @@ class CudaArenaTest : public ::testing::Test {
                                       "--max-arena-bytes",
                                       "256MiB",
                                       "--max-device-arena-bytes",
-                                      "256MiB",
+                                      absl::StrCat(device_arena_mib_, "MiB"),
+                                      "--head-root",
+                                      dir_.path(""),
                                       "--max-leases",
                                       "16",
                                       "--slab-bytes",
@@ -153,6 +159,7 @@ class CudaArenaTest : public ::testing::Test {
     }
   }
 
+  int64_t device_arena_mib_ = 256;
   TempDir dir_;
   const std::string address_ = "unix:" + dir_.path("socket");
   const std::string arena_address_ = "unix:" + dir_.path("arena");
@@ -347,6 +354,99 @@ size_t FreeDeviceMemory() {
   Driver<int(size_t*, size_t*)>("cuMemGetInfo_v2")(&free, &total);
   Driver<int(void**)>("cuCtxPopCurrent_v2")(&popped);
   return free;
+}
+
+// LOGITD_TEST_LARGE_HEAD=1: a head of 128256 x 4096, whose figures are printed.
+class HeadUpdateTest : public CudaArenaTest {
+ protected:
+  HeadUpdateTest() { device_arena_mib_ = 1200; }
+
+  const bool large_ = std::getenv("LOGITD_TEST_LARGE_HEAD") != nullptr;
+  const int64_t vocab_ = large_ ? 128256 : 3000;
+  const int64_t hidden_ = large_ ? 4096 : 64;
+  const int64_t bytes_ = vocab_ * hidden_ * 2;
+};
+
+// Weights are all one number, so that a row's logsumexp tells it.
+TEST_F(HeadUpdateTest, CallsGetOneVersionOrTheOtherWhileAHeadIsUpdatedFromAGpuAndFromTheHost) {
+  const std::string header = absl::StrFormat(
+      R"({"lm_head.weight":{"dtype":"BF16","shape":[%d,%d],"data_offsets":[0,%d]}})", vocab_,
+      hidden_, bytes_);
+  std::string prefix(8, '\0');
+  prefix[0] = static_cast<char>(header.size());  // below 256
+  const std::string file = dir_.Write("head.safetensors", prefix + header);
+  std::filesystem::resize_file(file, prefix.size() + header.size() + static_cast<size_t>(bytes_));
+  v1::LoadHeadRequest load;
+  load.set_name("h");
+  load.set_path("head.safetensors");
+  ASSERT_TRUE(client_->LoadHead(load).ok());
+
+  std::vector<float> weights = {0, 0};  // by version
+  const std::vector<uint16_t> ones(static_cast<size_t>(hidden_), 0x3f80);
+  const auto call = [&]() -> absl::StatusOr<int64_t> {
+    client::TopKRequest request = {.dtype = v1::DTYPE_BF16, .rows = 1, .head = "h"};
+    request.hidden_size = hidden_;
+    request.hidden = {ViewOf(ones)};
+    request.params.add_k(1);
+    const auto result = client_->TopK(request);
+    if (!result.ok()) return result.status();
+    const int64_t version = result->answer.head_version();
+    const double expected = std::log(static_cast<double>(vocab_)) +
+                            static_cast<double>(hidden_ * weights[static_cast<size_t>(version)]);
+    EXPECT_NEAR(result->answer.logsumexp(0), expected, expected * 1e-5) << "version " << version;
+    return version;
+  };
+  weights.resize(8);
+  for (int64_t version = 2; version < 8; ++version) {
+    const bool on_device = large_ || version % 2 == 0;
+    const auto arena = Lease(on_device ? ArenaKind::kCuda : ArenaKind::kHost, bytes_);
+    ASSERT_NE(arena, nullptr);
+    const uint16_t value = static_cast<uint16_t>(0x3f00 + 16 * version);
+    const uint32_t wide = uint32_t{value} << 16;
+    std::memcpy(&weights[static_cast<size_t>(version)], &wide, sizeof(wide));
+    const std::vector<uint16_t> part(size_t{1} << 20, value);
+    for (int64_t at = 0; at < bytes_; at += 2 * kMiB) {
+      const auto size = static_cast<size_t>(std::min(2 * kMiB, bytes_ - at));
+      ASSERT_TRUE(arena->Write(at, ViewOf(part).substr(0, size)).ok());
+    }
+    std::atomic<bool> done = false;
+    absl::Duration longest_before, longest;
+    std::atomic<bool> updating = false;
+    std::thread caller([&] {
+      while (!done) {
+        const bool during = updating;
+        const absl::Time start = absl::Now();
+        ASSERT_TRUE(call().ok());
+        absl::Duration& most = during ? longest : longest_before;
+        most = std::max(most, absl::Now() - start);
+      }
+    });
+    absl::SleepFor(absl::Milliseconds(200));
+    v1::UpdateHeadRequest update;
+    update.set_name("h");
+    v1::HeadRows* const rows = update.add_rows();
+    const auto place =
+        arena->Find({{arena->data(), static_cast<size_t>(bytes_)}}, vocab_, hidden_ * 2);
+    *rows->mutable_shared() = *place;
+    rows->set_dtype(v1::DTYPE_BF16);
+    rows->set_width(hidden_);
+    rows->set_rows(vocab_);
+    updating = true;
+    const absl::Time start = absl::Now();
+    const auto head = client_->UpdateHead(update);
+    const absl::Duration took = absl::Now() - start;
+    ASSERT_TRUE(head.ok()) << head.status();
+    absl::SleepFor(absl::Milliseconds(50));
+    done = true;
+    caller.join();
+    EXPECT_EQ(head->head_version(), version);
+    EXPECT_EQ(*call(), version);
+    if (!large_) continue;
+    std::printf("update %d x %d bf16: %.2f ms, longest call before %.2f ms, during %.2f ms\n",
+                static_cast<int>(vocab_), static_cast<int>(hidden_),
+                absl::ToDoubleMilliseconds(took), absl::ToDoubleMilliseconds(longest_before),
+                absl::ToDoubleMilliseconds(longest));
+  }
 }
 
 // Clients that are killed at any moment leave no memory, lease or descriptor behind.

@@ -99,6 +99,30 @@ TEST_F(HeadsClientTest, TheLibraryLoadsAndUnloads) {
   EXPECT_TRUE(absl::IsNotFound(client_->GetHead("start").status()));
 }
 
+TEST_F(HeadsClientTest, AnUpdateGivesTheNextVersion) {
+  v1::UpdateHeadRequest request;
+  request.set_name("start");
+  request.set_path("small.safetensors");
+  int64_t done = -1;
+  const auto head = client_->UpdateHead(request, [&](int64_t done_bytes, int64_t) {
+    done = done_bytes;
+    return true;
+  });
+  ASSERT_TRUE(head.ok()) << head.status();
+  EXPECT_EQ(head->head_version(), 2);
+  EXPECT_EQ(head->vocab(), 4);  // as the flag said at the start
+  EXPECT_EQ(done, 4 * 3 * 4);
+  const Ran update = Heads({"update", "start", "small.safetensors"});
+  EXPECT_EQ(update.code, 0) << update.err;
+  EXPECT_THAT(update.out, HasSubstr("version 3"));
+  request.set_name("absent");
+  EXPECT_TRUE(absl::IsNotFound(client_->UpdateHead(request).status()));
+  request.set_name("start");
+  request.clear_path();
+  const absl::Status nothing = client_->UpdateHead(request).status();
+  EXPECT_EQ(nothing, absl::InvalidArgumentError("rows: got none, allowed 1 or more, or a path"));
+}
+
 TEST_F(HeadsClientTest, LogitctlPrintsTheProtosOwnJson) {
   const Ran load = Heads({"load", "a", "small.safetensors", "--format", "json"});
   ASSERT_EQ(load.code, 0) << load.err;

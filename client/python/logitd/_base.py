@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Type, Union
 from logitd import _arrays, _attention, results
 from logitd._calls import Call, Session, encoded, verify_fields
 from logitd._params import RowParams
-from logitd._rows import REQUESTS, RowInput, row_input
+from logitd._rows import REQUESTS, RowInput, head_rows, row_input
 from logitd.arena import Arena
 from logitd.errors import FailedPrecondition
 from logitd.options import TLS, Options, Retry
@@ -18,8 +18,10 @@ from logitd.params import Float, split
 
 def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[RowInput, RowParams, Optional[float]]":
     """The input, the parameters and the deadline of a call that takes logits, or hidden states with a head."""
-    (hidden, head, dtype, arena, deadline), rest = split(params, "hidden", "head", "dtype", "arena", "deadline")
-    rows = row_input(logits, hidden, head, dtype, arena)
+    (hidden, head, version, dtype, arena, deadline), rest = split(
+        params, "hidden", "head", "head_version", "dtype", "arena", "deadline"
+    )
+    rows = row_input(logits, hidden, head, dtype, arena, version)
     vocab = rows.width if head is None else None
     return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
 
@@ -127,6 +129,14 @@ class Base:
     def _sample(self, logits: Any, params: Mapping[str, Any]) -> Call[results.SampleResult]:
         rows, row_params, deadline = row_request("sample", logits, params)
         return self._session.rows("sample", rows, row_params, deadline)
+
+    def _update_head(
+        self, name: Any, path: Any, weight: Any, bias: Any, norm: Any, dtype: Any, arena: Any, progress: Any
+    ) -> Call[results.Head]:
+        parts = {"weight": weight, "bias": bias, "norm": norm}
+        given = ((part, pieces) for part, pieces in parts.items() if pieces is not None)
+        rows = [row for part, pieces in given for row in head_rows(part, pieces, dtype, arena)]
+        return self._session.update_head(name, path, rows, progress)
 
     def _verify(
         self,

@@ -43,6 +43,7 @@ _LIST = Codec("ListHeadsRequest"), Codec("ListHeadsResponse")
 _GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
 _UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
 _LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
+_UPDATE = Codec("UpdateHeadRequest"), Codec("UpdateHeadResponse")
 HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SAMPLE_STREAM = "/logitd.v1.Sampler/SampleStream"
 SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
@@ -425,28 +426,52 @@ class Session:
     ) -> Call[results.Head]:
         for field, value in (("name", name), ("path", path)):
             _arrays.instance(field, value, (str,), "a string")
-        loaded: List[results.Head] = []
+        request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab, "shard": shard}
+        return (yield from self._change_head("Load", _LOAD, request, progress))
+
+    def update_head(
+        self,
+        name: str,
+        path: Optional[str],
+        rows: List[Dict[str, Any]],
+        progress: Optional[Callable[[int, int], Any]],
+    ) -> Call[results.Head]:
+        _arrays.instance("name", name, (str,), "a string")
+        _arrays.instance("path", path, (str, type(None)), "a string")
+        if (path is None) != bool(rows):
+            raise InvalidArgument(
+                f"path: got {path!r} and {len(rows)} pieces of weight, bias and norm, allowed a path, or pieces"
+            )
+        request = {"name": name, "rows": rows} if path is None else {"name": name, "path": path}
+        return (yield from self._change_head("Update", _UPDATE, request, progress))
+
+    def _change_head(
+        self,
+        method: str,
+        codecs: Tuple[Codec, Codec],
+        request: Mapping[str, Any],
+        progress: Optional[Callable[[int, int], Any]],
+    ) -> Call[results.Head]:
+        changed: List[results.Head] = []
         stopped = False
 
         def take(data: bytes) -> bool:
             nonlocal stopped
-            _, message = decode(_LOAD[1], data)
+            _, message = decode(codecs[1], data)
             if message.HasField("head"):
-                loaded.append(_head(message.head))
+                changed.append(_head(message.head))
             stopped = progress is not None and progress(message.done_bytes, message.total_bytes) is False
             return not stopped
 
-        request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab, "shard": shard}
-        reply = yield Receive("/logitd.v1.Heads/Load", _LOAD[0].encode(request), take)
+        reply = yield Receive(f"/logitd.v1.Heads/{method}", codecs[0].encode(request), take)
         if stopped:
-            raise Cancelled(
-                "stopped by progress" + (" as the load ended: the head is loaded" if loaded else ""), attempts=1
-            )
+            done = {"Load": "load ended: the head is loaded", "Update": "update ended: the head is updated"}[method]
+            raise Cancelled("stopped by progress" + (f" as the {done}" if changed else ""), attempts=1)
         if reply.error is not None:
             raise reply.error
-        if not loaded:
+        if not changed:
             raise Internal("the server's last answer has no head", attempts=1)
-        return loaded[-1]
+        return changed[-1]
 
 
 def _with_attempts(error: LogitdError, attempts: int, why: str = "") -> LogitdError:

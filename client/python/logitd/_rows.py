@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -42,13 +42,14 @@ class RowInput:
     rows: int
     width: int
     head: Optional[str]
+    head_version: int = 0  # that it must have; 0: any
 
     def fields(self, rows: Optional[int] = None) -> Dict[str, Any]:
         """The fields of a message with so many of the rows; None: with all."""
         shape = {"dtype": _arrays.DTYPES[self.dtype], "rows": self.rows if rows is None else rows}
         if self.head is None:
             return {**shape, "vocab": self.width}
-        return {**shape, "head": self.head, "hidden_size": self.width}
+        return {**shape, "head": self.head, "hidden_size": self.width, "head_version": self.head_version}
 
     def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, Any]:
         """The bytes of some of the rows, not copied, or where they lie; None: all from `first` on."""
@@ -80,6 +81,7 @@ def row_input(
     head: Optional[str] = None,
     dtype: Optional[str] = None,
     arena: Union[Arena, CudaArena, None] = None,
+    head_version: Optional[int] = None,
 ) -> RowInput:
     """InvalidArgument: not exactly one of logits, and hidden with head; an array that is not [N, V] or [V]; or one that
     the arena cannot name."""
@@ -92,16 +94,56 @@ def row_input(
         )
     if (head is None) != (hidden is None) or not isinstance(head, (str, type(None))):
         raise InvalidArgument(f"head: got {head!r} with {name}, allowed the name of a loaded head, with hidden only")
+    version = 0 if head_version is None else int(_arrays.one("head_version", head_version, np.dtype(np.int64)))
+    if version != 0 and head is None:
+        raise InvalidArgument(f"head_version: got {version} with {name}, allowed with hidden only")
     _arrays.instance("arena", arena, (Arena, CudaArena, type(None)), "an Arena or a CudaArena")
     if isinstance(arena, CudaArena):
         place, found, shape = arena.find(name, value)
         if dtype not in (None, found):
             raise InvalidArgument(f"{name}: got a tensor of {found} with dtype={dtype!r}, allowed dtype={found!r}")
-        return RowInput(place, found, True, *_rows_of(name, shape), head)
+        return RowInput(place, found, True, *_rows_of(name, shape), head, version)
     array, found = _arrays.floats(name, value, dtype)
     rows, width = _rows_of(name, array.shape)
     data = _arrays.as_bytes(array) if arena is None else arena.place(name, array)
-    return RowInput(data, found, _arrays.is_torch(value), rows, width, head)
+    return RowInput(data, found, _arrays.is_torch(value), rows, width, head, version)
+
+
+HeadPieces = Union[Any, Sequence[Tuple[int, Any]]]
+_PARTS = {"weight": 0, "bias": 1, "norm": 2}  # logitd.v1.HeadPart
+
+
+def head_rows(
+    part: str, pieces: HeadPieces, dtype: Optional[str], arena: Union[Arena, CudaArena, None]
+) -> List[Dict[str, Any]]:
+    """A part of a head as HeadRows: one array for its first rows, or pairs of a first row and an array.
+
+    InvalidArgument: an array that the arena cannot name.
+    """
+    if arena is None:
+        raise InvalidArgument(f"{part}: got arrays without an arena, allowed with the arena in which they lie")
+    pairs = pieces if isinstance(pieces, (list, tuple)) else [(0, pieces)]
+    out = []
+    for first, value in pairs:
+        rows = row_input(value, None, None, dtype if part == "weight" else None, arena)
+        assert isinstance(rows.data, Place)
+        place = {"lease": rows.data.lease, "offset": rows.data.offset, "row_stride": rows.data.row_stride}
+        count, width = rows.rows, rows.width
+        if part == "bias":  # a row for each token
+            if count != 1:
+                raise InvalidArgument(f"bias: got {count} rows, allowed one dimension")
+            count, width, place["row_stride"] = width, 1, 0
+        out.append(
+            {
+                "shared": place,
+                "part": _PARTS[part],
+                "dtype": _arrays.DTYPES[rows.dtype],
+                "width": width,
+                "first_row": int(first),
+                "rows": count,
+            }
+        )
+    return out
 
 
 def _rows_of(name: str, shape: Tuple[int, ...]) -> Tuple[int, int]:
@@ -132,6 +174,7 @@ def result_of(
         "attempts": attempts,
         "status": values["status"],
         "status_position": values["status_position"],
+        "head_version": getattr(message, "head_version", 0),
         "logsumexp": values["logsumexp"],
     }
     if kind == "top_k":

@@ -92,15 +92,20 @@ class ScoreMessages:
         """The first message of a stream has everything that later ones inherit."""
         # All at once: of a stream that was lost, gRPC's thread may ask for messages when the next one has begun.
         return self._encode(
-            [self._cut(i) for i in range(self.count)], self.parts[-1].totals if self.parts else self._totals
+            [self._cut(i) for i in range(self.count)],
+            self.parts[-1].totals if self.parts else self._totals,
+            # The weights that the answers so far are of.
+            dataclasses.replace(self._rows, head_version=self.parts[-1].head_version) if self.parts else self._rows,
         )
 
-    def _encode(self, cuts: "list[tuple[int, int]]", before: Optional[results.ScoreTotals]) -> Iterator[bytes]:
+    def _encode(
+        self, cuts: "list[tuple[int, int]]", before: Optional[results.ScoreTotals], source: RowInput
+    ) -> Iterator[bytes]:
         for i, (first, rows) in enumerate(cuts):
             totals = before if i == 0 else None
             yield REQUESTS["score"][1].encode(
                 {
-                    **self._rows.fields(rows),
+                    **source.fields(rows),
                     **self._params.cut(first, rows),
                     "offset": self._offset + first,
                     "totals": None if totals is None else totals_fields(totals),

@@ -28,8 +28,8 @@ import grpc.aio
 from logitd import _calls
 from logitd._base import Base
 from logitd._calls import Call, Reply
-from logitd._rows import RowInput
-from logitd.arena import Arena
+from logitd._rows import HeadPieces, RowInput
+from logitd.arena import Arena, CudaArena
 from logitd.errors import FailedPrecondition, Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
@@ -215,6 +215,21 @@ class AsyncClient(Base):
     ) -> Head:
         """As Client.load_head; `progress` is an ordinary function."""
         return await self._run(self._session.load_head(name, path, final_norm, vocab, shard, progress))
+
+    async def update_head(
+        self,
+        name: str,
+        path: Optional[str] = None,
+        *,
+        weight: Optional[HeadPieces] = None,
+        bias: Optional[HeadPieces] = None,
+        norm: Optional[HeadPieces] = None,
+        dtype: Optional[DType] = None,
+        arena: Union[Arena, CudaArena, None] = None,
+        progress: Optional[Callable[[int, int], Any]] = None,
+    ) -> Head:
+        """As Client.update_head; `progress` is an ordinary function."""
+        return await self._run(self._update_head(name, path, weight, bias, norm, dtype, arena, progress))
 
     async def unload_head(self, name: str, *, deadline: Optional[float] = None) -> None:
         """As Client.unload_head."""

@@ -17,8 +17,8 @@ import grpc
 from logitd import _calls
 from logitd._base import Base
 from logitd._calls import Call, Reply
-from logitd._rows import RowInput
-from logitd.arena import Arena
+from logitd._rows import HeadPieces, RowInput
+from logitd.arena import Arena, CudaArena
 from logitd.errors import Internal, LogitdError, Unavailable
 from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabilities, TokenLists
 from logitd.results import (
@@ -287,6 +287,35 @@ class Client(Base):
         --head-root, or the server cannot shard), PermissionDenied, NotFound (no such file), InvalidArgument, ResourceExhausted.
         """
         return self._run(self._session.load_head(name, path, final_norm, vocab, shard, progress))
+
+    def update_head(
+        self,
+        name: str,
+        path: Optional[str] = None,
+        *,
+        weight: Optional[HeadPieces] = None,
+        bias: Optional[HeadPieces] = None,
+        norm: Optional[HeadPieces] = None,
+        dtype: Optional[DType] = None,
+        arena: Union[Arena, CudaArena, None] = None,
+        progress: Optional[Callable[[int, int], Any]] = None,
+    ) -> Head:
+        """Gives a loaded head new numbers: those of a file, or of arrays in an arena. Calls in flight keep the old
+        version; from the return on, calls get the new one, `head_version` of the result.
+
+        path: as in load_head; the head's shape, dtype, bias and norm stay as they are.
+        weight, bias, norm: arrays [rows, hidden] in the head's type, [vocab] float32 and [hidden] float32 in the
+            arena; or a list of pairs, a first row and an array of rows from there on. Rows that come twice: the last
+            ones win. Rows that do not come stay. bias: as the head adds it to its scaled logits. norm: as the head
+            multiplies by it.
+        dtype: of a weight of bf16 bits in a uint16 array: "bf16".
+        arena: where the arrays lie; write there again after the return.
+        progress: called with the bytes read or copied, and those of the file (of an arena 0); False ends the update.
+
+        Errors leave the head as it was: AlreadyExists (it is being updated), Aborted (it was unloaded), and those of
+        load_head. No deadline, and one attempt.
+        """
+        return self._run(self._update_head(name, path, weight, bias, norm, dtype, arena, progress))
 
     def unload_head(self, name: str, *, deadline: Optional[float] = None) -> None:
         """New calls no longer find the head. NotFound: the text lists the loaded heads."""

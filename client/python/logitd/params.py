@@ -47,6 +47,8 @@ class InputParams(TypedDict, total=False):
     """[N, D] or [D], hidden states for `head`, in the type of its weight."""
     head: Optional[str]
     """Name of a head that the server has loaded."""
+    head_version: Optional[int]
+    """The version the head must have, or FailedPrecondition; None: any. Results say the version that served."""
     dtype: Optional[DType]
     """Only for bf16 bits in a uint16 array: "bf16"."""
     arena: Union[Arena, CudaArena, None]

@@ -119,6 +119,8 @@ class _Rows(_Call):
     """[N] int32, see RowStatus."""
     status_position: Int32s
     """[N] int32, NAN_LOGIT: the lowest token id whose logit is NaN; otherwise -1."""
+    head_version: int
+    """Of the head that served; 0 with logits."""
 
     @property
     def ok(self) -> NDArray[np.bool_]:
@@ -307,6 +309,8 @@ class Head:
     """Memory on each device; of a head that is cut over the devices the most on any."""
     loaded_unix_ms: int
     load_ms: int
+    head_version: int
+    """1 when it was loaded, and 1 more with every update; a name that is loaded again goes on from its last one."""
     shards: List[HeadShard] = field(default_factory=list)
     """Its parts where it is cut over the devices; empty: each device has all of it."""
     warnings: List[str] = field(default_factory=list)
