@@ -1,7 +1,8 @@
-// linear_topk, _sample, _cross_entropy, _divergence: the logits of a block of rows
-// are made in scratch, in fp32, of both heads for a divergence, and the op that takes logits runs
-// on them. hopper/loss.cu computes losses without logits for the rows that want only losses and
-// extras. routes.cc says which kernel makes logits.
+// linear_topk, _sample, _cross_entropy, _divergence: the logits of a block of rows are made in
+// scratch, in fp32, of both heads for a divergence, and the op that takes logits runs on them.
+// hopper/loss.cu computes losses without logits for the rows that want only losses and extras. Rows
+// with supports take theirs from the logits that linear_sample makes. routes.cc says which kernel
+// makes logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
@@ -22,6 +23,7 @@
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/split_rows.h"
+#include "kernels/cuda/loss/support.h"
 #include "kernels/cuda/ops.h"
 
 namespace logitd::cuda {
@@ -121,8 +123,8 @@ cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& product
 
 namespace {
 
-cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
-                      const Scratch& scratch, cudaStream_t stream) {
+cudaError_t WholeLosses(const LinearCrossEntropyArgs& args, Products& products,
+                        const Scratch& scratch, cudaStream_t stream) {
   const LinearRoute route = RouteOf(LinearOp::kLosses, args.head, scratch);
   if (route.kernel != LinearKernel::kHopperLosses)
     return LossesFromLogits(args, products, scratch, stream);
@@ -143,6 +145,21 @@ cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+// Rows with supports have the logits of linear_sample, and so its bits. Where other rows come with
+// them, all rows are multiplied twice.
+cudaError_t AllLosses(const LinearCrossEntropyArgs& args, Products& products,
+                      const Scratch& scratch, cudaStream_t stream) {
+  const CrossEntropyArgs& losses = args.cross_entropy;
+  const bool supported = losses.max_support > 0;
+  cudaError_t error = cudaSuccess;
+  if (!supported || !losses.all_supported) error = WholeLosses(args, products, scratch, stream);
+  if (error == cudaSuccess && supported) {
+    error = RunOnLogits(LinearOp::kTokens, args.hidden, args.head, losses, &SupportedCrossEntropy,
+                        products, scratch, stream);
+  }
+  return error;
 }
 
 }  // namespace

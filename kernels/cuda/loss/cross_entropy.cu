@@ -23,6 +23,7 @@
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
 #include "kernels/cuda/loss/row_tails.cuh"
+#include "kernels/cuda/loss/support.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/row_kernel.cuh"
 
@@ -108,7 +109,7 @@ class LossOp : public RowOp {
 
   __device__ LossOp(const CrossEntropyArgs& p, int64_t r)
       : row_(static_cast<const T*>(p.logits.data) + r * p.logits.row_stride), ask_(p.rows[r]) {}
-  __device__ bool Active() const { return ask_.active != 0; }
+  __device__ bool Active() const { return IsWhole(ask_); }
   __device__ int Tops() const { return ask_.top_logprobs; }
 
   // Leaves the sums of the block's cells and, where there are tops, their sketch.
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(kShortWarps * 32, kShortResident)
   const bool has_row = lane < rows;
   const int64_t r = first_row + (has_row ? lane : 0);
   const CrossEntropyRow& own = p.rows[r];
-  const bool active = has_row && own.active != 0;
+  const bool active = has_row && IsWhole(own);
   const int own_target = own.target;
   const T* own_row = static_cast<const T*>(p.logits.data) + r * p.logits.row_stride;
   const float own_target_logit = active && own_target >= 0 ? ToFloat(own_row[own_target]) : 0.0f;
@@ -432,11 +433,8 @@ constexpr LossForm kTopForms[] = {
     BlockForm<T, true, BlockShape<T, SmallPool, 4, 2, kWide<T> ? 4 : 6>>(CostOf::kLossTopsManyRows),
 };
 
-}  // namespace
-
-cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
-                         cudaStream_t stream) {
-  if (args.logits.rows == 0) return cudaSuccess;
+cudaError_t WholeCrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
+                              cudaStream_t stream) {
   const bool tops = args.max_top_logprobs > 0;
   const std::span<const LossForm> forms =
       VisitDType(args.logits.dtype, [&]<class T>() -> std::span<const LossForm> {
@@ -448,6 +446,18 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
   const RowsPlan plan = PlanRows(ShapeOf(args.logits), {rows.data(), forms.size()}, scratch);
   if (plan.form < 0) return cudaErrorNotSupported;
   return forms[plan.form].launch(args, plan, scratch, stream);
+}
+
+}  // namespace
+
+cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch,
+                         cudaStream_t stream) {
+  if (args.logits.rows == 0) return cudaSuccess;
+  const bool supported = args.max_support > 0;
+  cudaError_t error = cudaSuccess;
+  if (!supported || !args.all_supported) error = WholeCrossEntropy(args, scratch, stream);
+  if (error == cudaSuccess && supported) error = SupportedCrossEntropy(args, scratch, stream);
+  return error;
 }
 
 }  // namespace logitd::cuda
