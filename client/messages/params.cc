@@ -41,7 +41,11 @@ std::vector<const FieldDescriptor*> RowParams(const google::protobuf::Descriptor
   std::vector<const FieldDescriptor*> params;
   for (int i = 0; i < message.field_count(); ++i) {
     const FieldDescriptor* field = message.field(i);
-    if (field->number() >= 16 && field->number() < 40) params.push_back(field);
+    const int number = field->number();
+    if ((number >= 16 && number < 40) || number >= 50 ||
+        absl::StartsWith(field->name(), "support_")) {
+      params.push_back(field);
+    }
   }
   return params;
 }

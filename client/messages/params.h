@@ -14,7 +14,8 @@
 
 namespace logitd::client {
 
-// The fields of `message` that are parameters of rows: numbers 16 to 39, as sampler.proto says.
+// The fields of `message` that are parameters of rows: numbers 16 to 39 and 50 on, as sampler.proto
+// says, and supports.
 std::vector<const google::protobuf::FieldDescriptor*> RowParams(
     const google::protobuf::Descriptor& message);
 

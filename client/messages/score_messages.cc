@@ -109,11 +109,17 @@ absl::Status ScoreMessages::Replan(const v1::Limits& limits) {
   const bool lists_per_row = params.extra_count_size() > 1;
   const int64_t extra_ids =
       lists_per_row ? LargestOf(params.extra_count()) : params.extra_ids_size();
+  const bool own_supports = params.support_count_size() > 1;
+  const int64_t support =
+      own_supports ? LargestOf(params.support_count()) : params.support_ids_size();
+  const int64_t list_bytes = 4 * ((lists_per_row ? 0 : extra_ids) + (own_supports ? 0 : support));
+  const int64_t row_list_bytes =
+      4 * ((lists_per_row ? extra_ids : 0) + (own_supports ? support : 0));
   const int64_t top = std::max<int64_t>(LargestOf(params.top_logprobs()), 0);
   const absl::StatusOr<int64_t> rows =
       RowsPerMessage(limits, options_.max_message_bytes,
-                     {.bytes = lists_per_row ? 0 : 4 * extra_ids,
-                      .row_bytes = row_bytes_ + (lists_per_row ? 4 * extra_ids : 0),
+                     {.bytes = list_bytes,
+                      .row_bytes = row_bytes_ + row_list_bytes,
                       .answer_row_bytes = kAnswerRowBytes + 8 * top + 4 * extra_ids,
                       .field_bytes = FieldBytes(),
                       .field_row_bytes = params_.bytes_per_row()});

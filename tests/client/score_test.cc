@@ -226,6 +226,25 @@ TEST_F(ScoreTest, AStreamGivesTheBitsOfOneCallWhateverItsMessages) {
   }
 }
 
+TEST_F(ScoreTest, AStreamTakesEachRowsSupportAlong) {
+  const std::vector<float> logits = Normal(60 * 70, 6);
+  client::ScoreRequest request = {.rows = 60, .vocab = 70, .logits = {ViewOf(logits)}};
+  v1::ScoreRequest& params = request.params;
+  for (int row = 0; row < 60; ++row) {
+    params.add_targets(row);
+    params.add_support_count(row % 4);
+    for (int i = 0; i < row % 4; ++i) params.add_support_ids((row + 9 * i) % 70);
+  }
+  const absl::StatusOr<client::ScoreResult> whole = client_->Score(request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ(whole->answer.target_logprobs(1), 0);  // its support is its target
+  for (const int64_t bytes : {1, 3000}) {
+    const absl::StatusOr<client::ScoreResult> cut = ConnectWith(bytes)->ScoreStream(request);
+    ASSERT_TRUE(cut.ok()) << cut.status();
+    EXPECT_EQ(Bits(cut->answer), Bits(whole->answer));
+  }
+}
+
 TEST_F(ScoreTest, ProgressThatTakesLongerThanAServerWaitsLosesNothing) {
   // Answers of 450 KB, which no window takes unread.
   constexpr int kRows = 8 * 400;

@@ -168,6 +168,63 @@ TEST_F(ScoreTest, HiddenStatesAreScoredWithTheLogitsOfTheirHead) {
   EXPECT_DOUBLE_EQ(response.totals().loss_mean(), loss_sum / 6);
 }
 
+// Sample with hidden states, then Score of its tokens with its supports.
+TEST_F(ScoreTest, SupportsOfSampleGiveItsLogprobsBitByBit) {
+  const std::string states = States(8, 3);
+  v1::SampleRequest sample = OfHead<v1::SampleRequest>(states);
+  sample.add_seed(5);
+  for (float temperature : {1.0f, 0.7f, 1.3f, 0.0f, 2.0f, 1.0f, 0.5f, 1.0f}) {
+    sample.add_temperature(temperature);
+  }
+  for (int k : {50, 0, 300, 0, 20, 1, 1000, 7}) sample.add_top_k(k);
+  for (float p : {0.9f, 0.3f, 0.99f, 1.0f, 1.0f, 1.0f, 0.5f, 0.8f}) sample.add_top_p(p);
+  sample.add_logprob_mode(v1::LOGPROB_MODE_PROCESSED);
+  sample.add_want_support(1024);
+  for (bool with_logits : {false, true}) {
+    v1::ScoreRequest request = OfHead<v1::ScoreRequest>(states);
+    if (with_logits) {
+      const std::vector<float> logits = Normal(8 * 500, 4);
+      sample.clear_head();
+      sample.clear_hidden_size();
+      sample.set_dtype(v1::DTYPE_F32);
+      sample.set_vocab(500);
+      sample.set_logits(Of<v1::SampleRequest>(logits, 8).logits());
+      request = v1::ScoreRequest();
+      request.set_dtype(v1::DTYPE_F32);
+      request.set_rows(8);
+      request.set_vocab(500);
+      request.set_logits(sample.logits());
+      sample.set_want_support(0, 500);
+    }
+    v1::SampleResponse drawn;
+    const grpc::Status sampled = sampler_->Sample(Context().get(), sample, &drawn);
+    ASSERT_TRUE(sampled.ok()) << sampled.error_message();
+    request.mutable_targets()->CopyFrom(drawn.tokens());
+    *request.mutable_support_count() = drawn.support_count();
+    *request.mutable_support_ids() = drawn.support_ids();
+    for (float temperature : sample.temperature()) {
+      request.add_temperature(temperature == 0 ? 1 : temperature);
+    }
+    request.set_targets(5, -100);
+    const v1::ScoreResponse response = Score(request);
+    ASSERT_EQ(response.target_logprobs_size(), 8);
+    for (int row = 0; row < 8; ++row) {
+      ASSERT_EQ(drawn.support_size(row), drawn.support_count(row));
+      const float want = row == 5 ? 0 : drawn.logprobs(row);
+      EXPECT_EQ(std::bit_cast<uint32_t>(response.target_logprobs(row)),
+                std::bit_cast<uint32_t>(want))
+          << row;
+    }
+    EXPECT_EQ(response.totals().counted(), 7);
+
+    request.add_label_smoothing(0.1f);
+    v1::ScoreResponse refused;
+    const grpc::Status status = scorer_->Score(Context().get(), request, &refused);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_THAT(status.error_message(), HasSubstr("allowed none with label_smoothing"));
+  }
+}
+
 TEST_F(ScoreTest, SkippedRowsAreZerosAndChangeNoOtherRow) {
   std::string states = States(9, 6);
   v1::ScoreRequest request = Scored(states);

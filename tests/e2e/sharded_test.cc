@@ -65,7 +65,12 @@ TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {
     EXPECT_EQ(server.Metric(absl::StrCat("logitd_device_head_bytes{device=\"", numbers[i], "\"}")),
               static_cast<double>(shard.device_bytes()));
   }
+  v1::ScoreRequest supported = Scored(1, 1);
+  supported.add_support_ids(supported.targets(0));
   v1::ScoreResponse scored;
+  const grpc::Status no = v1::Scorer::NewStub(channel)->Score(Context().get(), supported, &scored);
+  EXPECT_EQ(no.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(no.error_message(), HasSubstr("support_ids: got some, allowed none with head h"));
   const grpc::Status score =
       v1::Scorer::NewStub(channel)->Score(Context().get(), Scored(3, 1), &scored);
   EXPECT_TRUE(score.ok()) << score.error_message();

@@ -22,6 +22,8 @@ inline void Compare(const v1::ScoreRequest& expected, const ScoreFields& ours,
                                     ours.ignore_index.value_or(0) == expected.ignore_index());
   compare->List("extra_count", expected.extra_count(), ours.extra_count);
   compare->List("extra_ids", expected.extra_ids(), ours.extra_ids);
+  compare->List("support_count", expected.support_count(), ours.support_count);
+  compare->List("support_ids", expected.support_ids(), ours.support_ids);
   compare->Note("want_rank", ours.want_rank == expected.want_rank());
   compare->Note("want_entropy", ours.want_entropy == expected.want_entropy());
   compare->Note("skip_ignored", ours.skip_ignored == expected.skip_ignored());

@@ -67,8 +67,10 @@ struct Parsed {
                                     std::vector<int32_t>* extra_ids = nullptr) {
     std::vector<CrossEntropyRow> rows(static_cast<size_t>(spec.rows()));
     std::vector<int32_t> ids(static_cast<size_t>(spec.counts[ops::kCrossEntropyExtraIds]));
+    support_ids.resize(static_cast<size_t>(spec.counts[ops::kCrossEntropySupportIds]));
     std::byte* const inputs[] = {reinterpret_cast<std::byte*>(rows.data()),
-                                 reinterpret_cast<std::byte*>(ids.data())};
+                                 reinterpret_cast<std::byte*>(ids.data()),
+                                 reinterpret_cast<std::byte*>(support_ids.data())};
     codec.WriteInputs(inputs, first);
     if (extra_ids != nullptr) *extra_ids = ids;
     return rows;
@@ -80,6 +82,7 @@ struct Parsed {
   ScoreCodec codec;
   engine::JobSpec spec;
   absl::Status status;
+  std::vector<int32_t> support_ids;  // after Rows
 };
 
 TEST(ScoreCodecTest, WithoutParametersEverythingIsOff) {
@@ -122,7 +125,7 @@ TEST(ScoreCodecTest, EveryParameterReachesItsRow) {
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 3, 5, 3}));
-  EXPECT_EQ(p.spec.wanted, static_cast<uint32_t>(kWantRank));
+  EXPECT_EQ(p.spec.wanted, kWantRank | ops::kAnyWhole);
   EXPECT_EQ(p.spec.max_row_entries, 3);
   std::vector<int32_t> extra_ids;
   const std::vector<CrossEntropyRow> rows = p.Rows({10, 20, 30, 40}, &extra_ids);
@@ -201,6 +204,44 @@ const testing::Refused<v1::ScoreRequest> kRefusedScore[] = {
        r->add_extra_ids(2);
      },
      "extra_count: got 1 in total, allowed 2"},
+    {"support_counts_that_do_not_add_up",
+     [](R r) {
+       for (int n : {1, 0}) r->add_support_count(n);
+       for (int id : {1, 2}) r->add_support_ids(id);
+     },
+     "support_count: got 1 in total, allowed 2, the number of values of support_ids"},
+    {"support_without_the_target",
+     [](R r) {
+       for (int n : {0, 2}) r->add_support_count(n);
+       for (int id : {0, 1}) r->add_support_ids(id);
+     },
+     "target: got 2 at row 1, allowed one of its 2 support_ids"},
+    {"support_with_a_token_twice",
+     [](R r) {
+       for (int n : {2, 0}) r->add_support_count(n);
+       for (int id : {1, 1}) r->add_support_ids(id);
+     },
+     "support_ids: got token 1 twice at row 0, allowed each once"},
+    {"support_beyond_vocab",
+     [](R r) {
+       for (int n : {1, 0}) r->add_support_count(n);
+       r->add_support_ids(5);
+     },
+     "support_ids: got token 5 at row 0, entry 0, allowed 0..4"},
+    {"support_with_z_loss",
+     [](R r) {
+       for (int n : {1, 0}) r->add_support_count(n);
+       r->add_support_ids(1);
+       r->add_z_loss(0.5f);
+     },
+     "support_ids: got some at row 0, allowed none with z_loss, which is 0.5"},
+    {"support_with_want_rank",
+     [](R r) {
+       for (int n : {1, 0}) r->add_support_count(n);
+       r->add_support_ids(1);
+       r->set_want_rank(true);
+     },
+     "support_ids: got some at row 0, allowed none with want_rank, which is 1"},
     {"offset_negative", [](R r) { r->set_offset(-1); }, "offset: got -1"},
     {"counts_whose_sum_is_beyond_64_bits",
      [](R r) {
@@ -411,7 +452,7 @@ TEST(ScoreSequenceTest, LaterMessagesInheritWhatTheFirstSaid) {
   ASSERT_TRUE(second.status.ok()) << second.status;
   EXPECT_EQ(second.spec.key, first.spec.key);
   EXPECT_EQ(second.spec.counts, (engine::AxisCounts{2, 2, 4, 4}));
-  EXPECT_EQ(second.spec.wanted, static_cast<uint32_t>(kWantRank | kWantEntropy));
+  EXPECT_EQ(second.spec.wanted, kWantRank | kWantEntropy | ops::kAnyWhole);
   std::vector<int32_t> extra_ids;
   const auto rows = second.Rows({}, &extra_ids);
   EXPECT_THAT(extra_ids, ElementsAre(3, 0));
@@ -561,7 +602,7 @@ TEST(ScoreSequenceTest, KeepsTheHeadItBeganWithAlsoWhenThatIsUnloaded) {
 
 TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   alignas(16) std::byte memory[256];
-  std::byte* const inputs[] = {memory, memory + 16};
+  std::byte* const inputs[] = {memory, memory + 16, memory + 24};
   std::vector<std::byte*> outputs;
   for (size_t i = 0; i < std::size(ops::kCrossEntropyTraits.outputs); ++i)
     outputs.push_back(memory + 32 + 16 * i);
@@ -583,6 +624,7 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(args.logits.cols, 5);
   EXPECT_EQ(args.logits.row_stride, 8);
   EXPECT_EQ(args.want, kWantEntropy);
+  EXPECT_EQ(args.max_support, 0);
   EXPECT_EQ(args.max_top_logprobs, 4);
   const CrossEntropyAnswers& answers = args.answers;
   const void* const expected[] = {
@@ -602,6 +644,62 @@ TEST(ScoreCodecTest, EnqueueHandsTheBatchToTheOp) {
   EXPECT_EQ(linear.head.softcap, 3);
   EXPECT_EQ(linear.cross_entropy.want, kWantRank | kWantEntropy);
   EXPECT_EQ(linear.cross_entropy.answers.loss, answers.loss);
+}
+
+v1::ScoreRequest Supported() {
+  v1::ScoreRequest request = Plain({1, -100, 4});
+  for (int n : {2, 0, 3}) request.add_support_count(n);
+  for (int id : {3, 1, 0, 4, 2}) request.add_support_ids(id);
+  return request;
+}
+
+TEST(ScoreCodecTest, SupportsCountFromTheJobsPlaceInTheBatch) {
+  Parsed p(Supported());
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.counts[ops::kCrossEntropySupportIds], 5);
+  EXPECT_EQ(p.spec.wanted, ops::kAnySupport | ops::kAnyWhole);
+  const auto rows = p.Rows({10, 20, 30, 40, 50});
+  EXPECT_EQ(rows[0].first_support, 50);
+  EXPECT_EQ(rows[0].support_count, 2);
+  EXPECT_EQ(rows[1].support_count, 0);
+  EXPECT_EQ(rows[2].first_support, 52);
+  EXPECT_EQ(rows[2].support_count, 3);
+  EXPECT_THAT(p.support_ids, ElementsAre(3, 1, 0, 4, 2));
+
+  v1::ScoreRequest skips = Supported();
+  skips.set_skip_ignored(true);
+  EXPECT_EQ(Parsed(skips).spec.wanted, ops::kAnySupport);
+}
+
+TEST(ScoreCodecTest, ABatchTellsTheOpWhatSupportsItHas) {
+  std::byte* const none[16] = {};
+  engine::BatchView batch = {
+      .dtype = DType::kF32, .counts = {3}, .row_elements = 5, .inputs = none, .outputs = none};
+  for (const bool any : {false, true}) {
+    for (const bool whole : {false, true}) {
+      FakeStream stream;
+      batch.wanted = (any ? ops::kAnySupport : 0) | (whole ? ops::kAnyWhole : 0) | kWantEntropy;
+      ASSERT_TRUE(ops::kCrossEntropyTraits.enqueue(stream, batch).ok());
+      const CrossEntropyArgs& args = stream.last<CrossEntropyArgs>();
+      EXPECT_EQ(args.want, kWantEntropy);
+      EXPECT_EQ(args.max_support, any ? kMaxSupport : 0);
+      EXPECT_EQ(args.all_supported, !whole);
+    }
+  }
+}
+
+TEST(ScoreSequenceTest, EveryMessageBringsItsOwnSupports) {
+  auto sequence = std::make_shared<ScoreSequence>();
+  ASSERT_TRUE(Parsed(Supported(), sequence).status.ok());
+  Parsed without(Later({0, 2}), sequence);
+  ASSERT_TRUE(without.status.ok()) << without.status;
+  EXPECT_EQ(without.Rows()[0].support_count, 0);
+  v1::ScoreRequest own = Later({0, 2});
+  for (int n : {0, 1}) own.add_support_count(n);
+  own.add_support_ids(2);
+  Parsed with(own, sequence);
+  ASSERT_TRUE(with.status.ok()) << with.status;
+  EXPECT_EQ(with.Rows()[1].support_count, 1);
 }
 
 TEST(ScoreCodecTest, SkipIgnoredHasIgnoredRowsAskForNothing) {
@@ -664,6 +762,8 @@ v1::ScoreRequest EveryField() {
   request.set_want_rank(true);
   request.set_want_entropy(true);
   request.set_skip_ignored(true);
+  for (int n : {1, 0, 2}) request.add_support_count(n);
+  for (int id : {2, 0, 1}) request.add_support_ids(id);
   request.set_offset(100);
   v1::ScoreTotals* totals = request.mutable_totals();
   totals->set_rows(100);

@@ -108,6 +108,7 @@ _NAMES = {
     "logit_bias_count": "logit_bias",
     "logit_bias_ids": "logit_bias",
     "extra_count": "extra_ids",
+    "support_count": "support_ids",
     "draft_count": "lengths of draft_ids",
     "window_left": "window (left)",
     "window_right": "window (right)",

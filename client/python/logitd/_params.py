@@ -11,15 +11,22 @@ from logitd._messages import Codec
 from logitd.errors import InvalidArgument
 from logitd.results import Ragged
 
-_LIST_COUNTS = {"history": "history_count", "logit_bias": "logit_bias_count", "extra_ids": "extra_count"}
+_LIST_COUNTS = {
+    "history": "history_count",
+    "logit_bias": "logit_bias_count",
+    "extra_ids": "extra_count",
+    "support_ids": "support_count",
+}
 _LISTS = {count: name for name, count in _LIST_COUNTS.items()}
 _WITH_LISTS = {*_LIST_COUNTS.values(), "logit_bias_ids"}  # set together with a list
 _SPREAD = {"seed": ["seed", "seeds"]}  # `seeds` is the client's own: one number, of which seed is made
 
 
 def names(codec: Codec) -> List[str]:
-    """The parameters that a caller may give: fields 16 to 39, without those that a list brings along; and seeds."""
-    fields = [f.name for f in codec.fields.values() if 16 <= f.number < 40 and f.name not in _WITH_LISTS]
+    """The parameters that a caller may give: fields 16 to 39, those from 50 on and supports, without those that a list
+    brings along; and seeds."""
+    rows = [f.name for f in codec.fields.values() if 16 <= f.number < 40 or f.number >= 50 or f.name in _LIST_COUNTS]
+    fields = [name for name in rows if name not in _WITH_LISTS]
     return [name for field in fields for name in _SPREAD.get(field, [field])]
 
 

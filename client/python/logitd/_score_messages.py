@@ -46,10 +46,13 @@ class ScoreMessages:
 
     def plan(self, limits: results.Limits) -> None:
         """Cuts the rows without an answer by these limits. InvalidArgument: not even one row fits."""
-        extra, per_row = self._params.longest("extra_count")
-        row_bytes = self._rows.row_bytes + (4 * extra if per_row else 0)
+        extra = self._params.longest("extra_count")[0]
+        lists = [self._params.longest(count) for count in ("extra_count", "support_count")]
+        row_bytes = self._rows.row_bytes + 4 * sum(size for size, per_row in lists if per_row)
         answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra
-        room = min(_MAX_PAYLOAD, limits.max_request_bytes or _MAX_PAYLOAD) - (0 if per_row else 4 * extra)
+        room = min(_MAX_PAYLOAD, limits.max_request_bytes or _MAX_PAYLOAD) - 4 * sum(
+            size for size, per_row in lists if not per_row
+        )
         rows = room // row_bytes
         if limits.max_answer_bytes > 0:
             rows = min(rows, limits.max_answer_bytes // answer_row)

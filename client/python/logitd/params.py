@@ -164,6 +164,9 @@ class ScoreParams(InputParams, total=False):
     """Per row, 0 to min(128, V). Most probable tokens to report; default 0."""
     extra_ids: TokenLists
     """Token ids whose log-probabilities to report."""
+    support_ids: TokenLists
+    """Token ids, at most 1024 per row, that the row's softmax is over, with the target among them; none: all tokens.
+    The support_ids of a SampleResult are taken as they are."""
     want_rank: bool
     """Report the rank of every target."""
     want_entropy: bool

@@ -25,7 +25,8 @@ constexpr NamedField<ScoreFields> kScoreFields[] = {
     {"extra_count", &ScoreFields::extra_count},   {"extra_ids", &ScoreFields::extra_ids},
     {"want_rank", &ScoreFields::want_rank},       {"want_entropy", &ScoreFields::want_entropy},
     {"skip_ignored", &ScoreFields::skip_ignored}, {"offset", &ScoreFields::offset},
-    {"totals", &ScoreFields::totals_parts},
+    {"totals", &ScoreFields::totals_parts},       {"support_count", &ScoreFields::support_count},
+    {"support_ids", &ScoreFields::support_ids},
 };
 
 constexpr NamedField<ScoreTotals> kTotalsFields[] = {
@@ -39,6 +40,10 @@ constexpr NamedField<ScoreTotals> kTotalsFields[] = {
 
 constexpr RowList<CrossEntropyRow> kExtraIds = {
     "extra_ids", "extra_count", &CrossEntropyRow::first_extra, &CrossEntropyRow::extra_count};
+
+constexpr RowList<CrossEntropyRow> kSupportIds = {"support_ids", "support_count",
+                                                  &CrossEntropyRow::first_support,
+                                                  &CrossEntropyRow::support_count};
 
 static_assert(v1::SMOOTHING_CONVENTION_TORCH == static_cast<int>(Smoothing::kTorch));
 static_assert(v1::SMOOTHING_CONVENTION_MEGATRON == static_cast<int>(Smoothing::kMegatron));
@@ -139,6 +144,7 @@ absl::Status ScoreCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec*
   LOGITD_RETURN_IF_ERROR(ReadPlace(fields));
   LOGITD_RETURN_IF_ERROR(BuildRows(fields));
   rows_.extra_ids = std::move(fields.extra_ids);
+  rows_.support_ids = std::move(fields.support_ids);
   LOGITD_RETURN_IF_ERROR(CheckCrossEntropy(rows_.Request(input_.vocab())));
   Remember(fields);
   FillSpec(spec,
@@ -219,8 +225,20 @@ absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
     }
   }
   LOGITD_RETURN_IF_ERROR(CutList(kExtraIds, fields.extra_count, fields.extra_ids.size(), rows));
+  LOGITD_RETURN_IF_ERROR(CutSupports(fields, rows));
   if (fields.skip_ignored) SkipIgnored(rows);
   return absl::OkStatus();
+}
+
+// Gives rows their supports.
+absl::Status ScoreCodec::CutSupports(const ScoreFields& fields, absl::Span<CrossEntropyRow> rows) {
+  if (!fields.support_ids.empty() && input_.head() != nullptr && input_.head()->sharded()) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("support_ids: got some, allowed none with head %s, which is cut over "
+                        "devices",
+                        input_.head()->info().name));
+  }
+  return CutList(kSupportIds, fields.support_count, fields.support_ids.size(), rows);
 }
 
 // Has ignored rows left out: they ask for nothing.

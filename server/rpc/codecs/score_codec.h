@@ -44,6 +44,8 @@ struct ScoreSettings : InputFields {
 // ScoreRequest as it is in the message.
 struct ScoreFields : ScoreSettings {
   IdList targets;
+  Int32List support_count;
+  IdList support_ids;
   std::optional<int64_t> offset;
   Nested totals_parts;
   ScoreTotals totals;  // of the parts
@@ -79,6 +81,7 @@ class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
   absl::Status Inherit(ScoreFields* fields) const;
   absl::Status ReadPlace(const ScoreFields& fields);
   absl::Status BuildRows(const ScoreFields& fields);
+  absl::Status CutSupports(const ScoreFields& fields, absl::Span<CrossEntropyRow> rows);
   void SkipIgnored(absl::Span<CrossEntropyRow> rows);
   void Remember(const ScoreFields& fields);
   ScoreTotals TotalsOf(const engine::JobAnswer& answer) const;

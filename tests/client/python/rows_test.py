@@ -324,6 +324,25 @@ class ScoreTest(ServerTestCase):
             self.assertIsNone(plain.ranks)
             self.assertIsNone(plain.entropies)
 
+    def test_the_supports_of_sample_give_its_logprobs_bit_by_bit(self):
+        logits = RANDOM.standard_normal((40, 1000)).astype(np.float32) * 4
+        temperatures = RANDOM.uniform(0.5, 2, 40).astype(np.float32)
+        for client in self.both(self.server.unix):
+            drawn = client.sample(
+                logits, seed=1, position=list(range(40)), temperature=temperatures, top_p=0.9,
+                logprob_mode="processed", want_support=1000,
+            )  # fmt: skip
+            asked = dict(targets=drawn.tokens, temperature=temperatures, support_ids=drawn.support_ids)
+            for scored in (client.score(logits, **asked), client.score_stream(logits, **asked)):
+                self.assertEqual(scored.target_logprobs.tobytes(), drawn.logprobs.tobytes())
+                np.testing.assert_array_equal(scored.losses, -drawn.logprobs)
+            lists = client.score(logits[:2], targets=[0, 1], support_ids=[[0, 5], []])
+            want = logits[0, 0] - np.logaddexp(logits[0, 0], logits[0, 5])
+            self.assertAlmostEqual(float(lists.target_logprobs[0]), float(want), places=5)
+            self.assertEqual(lists.losses[1], client.score(logits[1:2], targets=[1]).losses[0])
+            with self.refused(logitd.InvalidArgument, "target: got 0 at row 0", "one of its 1 support_ids"):
+                client.score(logits[:1], targets=[0], support_ids=[[5]])
+
     def test_a_stream_gives_the_bits_of_one_call_whatever_its_messages(self):
         logits = RANDOM.standard_normal((5000, 64)).astype(np.float32)
         targets = RANDOM.integers(0, 64, 5000)
