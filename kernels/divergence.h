@@ -64,9 +64,10 @@ struct DivergenceAnswers {
 //
 // A row's bits depend only on its two rows and what it asks for. Bits may differ between backends,
 // SIMD widths and GPU architectures. Against double precision, from the same logits: |error of a
-// logsumexp| <= 2e-6 max(1, |logsumexp|); other |errors| <= 4e-6 max(1, m), where m is the larger of
-// the answer's own size and ln V. A result beyond f32's range is infinite. Source: Kullback &
-// Leibler, On information and sufficiency, 1951.
+// logsumexp| <= 2e-6 max(1, |logsumexp|); other |errors| <= 4e-6 max(1, m), where m is the larger
+// of the answer's own size and ln V. A token whose weight is below 2^-120 of the largest of its
+// cell adds nothing, also where its logits are more than 2^100 apart. A result beyond f32's range
+// is infinite. Source: Kullback & Leibler, On information and sufficiency, 1951.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct DivergenceArgs {

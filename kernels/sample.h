@@ -41,8 +41,8 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 //
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after the edits: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
-// -inf; its support has size 0; its logsumexp is NaN, or that of the row as sent. Other rows are not
-// affected.
+// -inf; its support has size 0; its logsumexp is NaN, or that of the row as sent. Other rows are
+// not affected.
 //
 // A row's bits depend only on that row and its parameters: not on the batch, its place in it, the
 // row stride, the alignment or the stream. Between backends, SIMD widths (from 4 lanes) and
@@ -68,7 +68,8 @@ struct SampleArgs {
   const SampleBias* bias = nullptr;      // of all rows; null: no row has any
   const int32_t* extra_ids = nullptr;    // token ids whose log-probability is wanted, of all rows
   const uint32_t* mask_words = nullptr;  // masks of all rows
-  // False: no row has bias, penalties or a mask. It picks the variant, never the bits.
+  // False: no row has bias, penalties or a mask, and none AsksMore. It picks the variant, never the
+  // bits.
   bool edited = true;
   int32_t* tokens = nullptr;          // [rows]
   float* logprobs = nullptr;          // [rows], natural log, of the token
@@ -83,8 +84,6 @@ struct SampleArgs {
   float* support_logprobs = nullptr;  // [support entries], of the distribution drawn from
   float* entropies = nullptr;         // [rows], of the distribution drawn from; 0 where not wanted
   float* raw_entropies = nullptr;     // [rows], of the row as sent; 0 where not wanted
-  int32_t* draw_tokens = nullptr;     // [draw entries], the draws after the first
-  float* draw_logprobs = nullptr;     // [draw entries]
 };
 
 // The arguments of the rows from `first` on. The logits stay as they are.

@@ -27,8 +27,7 @@ inline constexpr int32_t kMaxTopLogprobs = 1024;
 inline constexpr int32_t kMaxExtraIds = 1024;
 inline constexpr int32_t kMaxHistory = 1 << 20;
 inline constexpr int32_t kMaxSupport = 1024;
-inline constexpr int32_t kMaxMoreDraws = 1023;
-inline constexpr int32_t kMaxWatermarkWidth = 16;
+inline constexpr int32_t kMostKept = 128;  // of KeptTokens
 
 // One row's parameters, and the places of its lists and answers. All bytes zero: the row is
 // skipped, and nothing is written for it.
@@ -42,33 +41,29 @@ struct SampleRow {
   int64_t first_top_entry;      // answers [first_top_entry, first_top_entry + top_logprobs)
   int64_t first_extra_entry;    // answers [first_extra_entry, first_extra_entry + extra_count)
   int64_t first_support_entry;  // answers [first_support_entry, first_support_entry + want_support)
-  int64_t first_draw_entry;     // answers [first_draw_entry, first_draw_entry + more_draws)
-  uint64_t watermark_key;
-  int32_t active;         // 1; 0 = skip the row
-  float temperature;      // finite, >= 0; 0 = the highest logit, nothing random
-  int32_t top_k;          // >= -1; -1, 0, and vocab or more = off
-  float top_p;            // (0, 1]; 1 = off
-  float top_n_sigma;      // finite, >= 0; 0 = off
-  float min_p;            // [0, 1]; 0 = off
-  float repetition;       // finite, > 0; 1 = off
-  float presence;         // finite; 0 = off
-  float frequency;        // finite; 0 = off
-  float typical_p;        // (0, 1]; 1 = off
-  float xtc_threshold;    // [0, 1]
-  float xtc_probability;  // [0, 1]; 0 = off
-  int32_t history_count;  // 0..kMaxHistory; each token as often as it was seen
-  int32_t prompt_tokens;  // 0..history_count: the first of the history, only repetition's
-  int32_t bias_count;     // 0..vocab
-  int32_t extra_count;    // 0..kMaxExtraIds
-  int32_t top_logprobs;   // 0..min(kMaxTopLogprobs, vocab)
+  int32_t active;               // 1; 0 = skip the row
+  float temperature;            // finite, >= 0; 0 = the highest logit, nothing random
+  int32_t top_k;                // >= -1; -1, 0, and vocab or more = off
+  float top_p;                  // (0, 1]; 1 = off
+  float top_n_sigma;            // finite, >= 0; 0 = off
+  float min_p;                  // [0, 1]; 0 = off
+  float repetition;             // finite, > 0; 1 = off
+  float presence;               // finite; 0 = off
+  float frequency;              // finite; 0 = off
+  float typical_p;              // (0, 1]; 1 = off
+  float xtc_threshold;          // [0, 1]
+  float xtc_probability;        // [0, 1]; 0 = off
+  int32_t history_count;        // 0..kMaxHistory; each token as often as it was seen
+  int32_t prompt_tokens;        // 0..history_count: the first of the history, only repetition's
+  int32_t bias_count;           // 0..vocab
+  int32_t extra_count;          // 0..kMaxExtraIds
+  int32_t top_logprobs;         // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
-  int32_t want_support;     // 0..min(kMaxSupport, vocab)
-  int32_t more_draws;       // 0..kMaxMoreDraws, after the first
-  int32_t watermark_width;  // 0..kMaxWatermarkWidth; 0 = off
-  bool want_rank;           // the token's rank is reported; it may cost a further look at the row
-  bool want_entropy;        // both entropies are reported
+  int32_t want_support;  // 0..min(kMaxSupport, vocab)
+  bool want_rank;        // the token's rank is reported; it may cost a further look at the row
+  bool want_entropy;     // both entropies are reported
 };
-static_assert(sizeof(SampleRow) == 176);
+static_assert(sizeof(SampleRow) == 152);
 
 // The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
@@ -99,9 +94,6 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
      0,
      {.low = 0, .high = kMaxSupport, .up_to_vocab = true}},
     {"want_entropy", &SampleRow::want_entropy, 0, {.low = 0, .high = 1}},
-    {"more_draws", &SampleRow::more_draws, 0, {.low = 0, .high = kMaxMoreDraws}},
-    {"watermark_key", &SampleRow::watermark_key, 0, kFinite},
-    {"watermark_width", &SampleRow::watermark_width, 0, {.low = 0, .high = kMaxWatermarkWidth}},
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 
@@ -221,23 +213,22 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
   return DistanceIsOn(ask) || (TopKIsOn(ask, vocab) && ask.top_k <= few);
 }
 
-// True where a row asks for what only its logits tell, or for more than one draw by its seed.
-constexpr bool AsksBeyondFirst(const SampleRow& ask) {
-  return ask.logprob_mode == LogprobMode::kTempered || ask.extra_count > 0 ||
-         ask.want_support > 0 || ask.want_entropy || ask.more_draws > 0 || ask.typical_p < 1 ||
-         ask.xtc_probability > 0 || ask.watermark_width > 0;
+// True where a row asks for what few rows do. Kernels that are told that no row of a call does are
+// smaller.
+constexpr bool AsksMore(const SampleRow& ask) {
+  return ask.logprob_mode == LogprobMode::kTempered || ask.want_support > 0 || ask.want_entropy ||
+         ask.top_logprobs > kMostKept || ChoiceIsOn(ask);
 }
 
-inline constexpr int32_t kMostKept = 128;
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
-// report need, besides the logsumexp: 1..kMostKept, for a row without edits and without
-// AsksBeyondFirst, which is greedy or has a top_k of at most kMostKept and no top_n_sigma, and
-// wants no more top tokens than that. A vocabulary may have no more tokens than that, and then the
-// row's top_k is off. 0: the row may need others too.
+// report need, besides the logsumexp: 1..kMostKept, for a row without edits, without ids whose
+// log-probability is wanted and without AsksMore, which is greedy or has a top_k of at most
+// kMostKept and no top_n_sigma. A vocabulary may have no more tokens than that, and then the row's
+// top_k is off. 0: the row may need others too.
 constexpr int32_t KeptTokens(const SampleRow& ask) {
   const bool few = IsGreedy(ask) || (ask.top_k > 0 && ask.top_k <= kMostKept && !SigmaIsOn(ask));
   const bool edited = ask.first_mask_word >= 0 || ask.bias_count > 0 || ask.history_count > 0;
-  if (!few || edited || AsksBeyondFirst(ask) || ask.top_logprobs > kMostKept) return 0;
+  if (!few || edited || ask.extra_count > 0 || AsksMore(ask)) return 0;
   const int32_t drawn_from = IsGreedy(ask) ? 1 : ask.top_k;
   return ask.top_logprobs > drawn_from ? ask.top_logprobs : drawn_from;
 }

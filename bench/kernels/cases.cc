@@ -74,11 +74,11 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
           .top_ids = arrays.Room<int32_t>(c.rows * c.row.top_logprobs),
           .top_logprobs = arrays.Room<float>(c.rows * c.row.top_logprobs),
           .status = arrays.Room<RowStatus>(c.rows),
-          .entropies = arrays.Room<float>(c.rows),
-          .raw_entropies = arrays.Room<float>(c.rows),
           .support_size = arrays.Room<int32_t>(c.rows),
           .support_ids = arrays.Room<int32_t>(c.rows * c.row.want_support),
-          .support_logprobs = arrays.Room<float>(c.rows * c.row.want_support)};
+          .support_logprobs = arrays.Room<float>(c.rows * c.row.want_support),
+          .entropies = arrays.Room<float>(c.rows),
+          .raw_entropies = arrays.Room<float>(c.rows)};
 }
 
 CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c, int64_t ignored = 0) {

@@ -128,19 +128,13 @@ bool SizesAgree(LogitsResult<Answer>* result) {
                            [rows](int s) { return s == 0 || s == rows; });
       };
       if (!all_are(rows, {a.tokens_size(), a.logprobs_size(), a.ranks_size()}) ||
-          !all_or_none({a.support_size_size(), a.support_count_size(), a.entropies_size(),
-                        a.raw_entropies_size()}) ||
+          !all_or_none({a.support_size_size(), a.entropies_size()}) ||
+          a.support_count_size() != a.support_size_size() ||
+          a.raw_entropies_size() != a.entropies_size() ||
           !Offsets(a.support_count(), &result->support_offsets) ||
           !all_are(result->support_offsets.back(),
                    {a.support_ids_size(), a.support_logprobs_size()})) {
         return false;
-      }
-      if constexpr (std::is_same_v<Answer, v1::SampleResponse>) {
-        if (!all_or_none({a.draw_count_size()}) ||
-            !Offsets(a.draw_count(), &result->draw_offsets) ||
-            !all_are(result->draw_offsets.back(), {a.draw_tokens_size(), a.draw_logprobs_size()})) {
-          return false;
-        }
       }
     }
     return all_are(rows, {a.top_count_size(), a.extra_count_size()}) &&

@@ -87,7 +87,8 @@ int64_t ScoreMessages::FieldBytes() const {
   fields.set_vocab(request_.vocab);
   fields.set_head(request_.head);
   fields.set_hidden_size(request_.hidden_size);
-  fields.set_offset(-1);  // the longest number
+  fields.set_offset(-1);  // the longest number, as the next
+  fields.set_head_version(-1);
   v1::ScoreTotals* totals = fields.mutable_totals();
   for (auto set : {&v1::ScoreTotals::set_rows, &v1::ScoreTotals::set_counted,
                    &v1::ScoreTotals::set_ignored, &v1::ScoreTotals::set_faulty}) {
@@ -149,6 +150,7 @@ absl::StatusOr<grpc::ByteBuffer> ScoreMessages::Encode(
                           .arena = request_.arena};
   params_.Cut(row, rows, &message.params);
   message.params.set_offset(request_.params.offset() + row);
+  message.params.set_head_version(request_.params.head_version());
   if (i == 0 && row > 0) {
     *message.params.mutable_totals() = result_.answer.totals();
     message.params.set_head_version(result_.answer.head_version());

@@ -59,6 +59,8 @@ HeadView Moved(const Head::Copy& from, const std::byte* to) {
 
 HeadUpdate::~HeadUpdate() {
   if (ended_) return;
+  streams_.clear();  // with the copies' memory gone first, the next update finds room
+  copies_.clear();
   heads_
       .EndUpdate(old_, failed_.ok() ? absl::CancelledError("the update was cancelled") : failed_,
                  start_ns_)

@@ -221,6 +221,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::EndUpdate(
     const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,
     int64_t start_ns) {
   const std::string& name = old->info().name;
+  std::shared_ptr<const Head> dropped;  // freed without the lock
   {
     MutexLock lock(mutex_);
     loading_.erase(name);
@@ -230,6 +231,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::EndUpdate(
       if (metrics_ != nullptr) metrics_->SetHeadVersion(name, (*head)->info().version);
       it->second = *head;  // the caller keeps the old one, so it is not freed under the lock
     } else if (head.ok()) {
+      dropped = *std::move(head);
       head = absl::AbortedError("it was unloaded while it was updated");
     }
   }

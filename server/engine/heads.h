@@ -101,8 +101,8 @@ struct HeadProgress {
   int64_t total_bytes = 0;
 };
 
-// Thread-safe. Loads and updates from files run one after another; no other call waits for them. Heads that Find returned
-// may outlive this.
+// Thread-safe. Loads and updates from files run one after another; no other call waits for them.
+// Heads that Find returned may outlive this.
 class Heads {
  public:
   // `metrics` may be null. It and the backends of `devices` outlive this and every Head.
@@ -121,11 +121,11 @@ class Heads {
   //
   // No error changes the loaded heads: INVALID_ARGUMENT (the name, or a file's content: file,
   // field, got, allowed), NOT_FOUND, PERMISSION_DENIED (a file, or a path outside the root),
-  // ALREADY_EXISTS (the name is loaded, or being loaded or updated), FAILED_PRECONDITION (a head that is to be
-  // sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED (more than
-  // max_bytes, or no device memory; the text says how much the head needs), UNAVAILABLE (a read or
-  // a device failed), INTERNAL (a device is lost, and DeviceOf says which: the caller tells the
-  // engine, and may load again while devices are left).
+  // ALREADY_EXISTS (the name is loaded, or being loaded or updated), FAILED_PRECONDITION (a head
+  // that is to be sharded, on a backend that cannot, or where a device is lost), RESOURCE_EXHAUSTED
+  // (more than max_bytes, or no device memory; the text says how much the head needs), UNAVAILABLE
+  // (a read or a device failed), INTERNAL (a device is lost, and DeviceOf says which: the caller
+  // tells the engine, and may load again while devices are left).
   absl::StatusOr<std::shared_ptr<const Head>> Load(
       const HeadRequest& request, absl::FunctionRef<bool(const HeadProgress&)> progress);
 

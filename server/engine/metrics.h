@@ -65,7 +65,8 @@ enum class CallPhase {
   kSend,
 };
 
-// Thread-safe. Counting takes no lock, except for heads. Functions that take a Metrics* also take null.
+// Thread-safe. Counting takes no lock, except for heads. Functions that take a Metrics* also take
+// null.
 class Metrics {
  public:
   // `ops` are the values of the label `op`. "unknown" is added: it stands for a call that was

@@ -25,7 +25,6 @@ enum SampleAxis : size_t {
   kSampleTopEntries,
   kSampleExtraEntries,
   kSampleSupportEntries,
-  kSampleDrawEntries,
   kSampleAxes
 };
 
@@ -50,13 +49,16 @@ inline constexpr engine::Output<int32_t> kSampleSupportIds{9, kSampleSupportEntr
 inline constexpr engine::Output<float> kSampleSupportLogprobs{10, kSampleSupportEntries};
 inline constexpr engine::Output<float> kSampleEntropies{11, kSampleRows};
 inline constexpr engine::Output<float> kSampleRawEntropies{12, kSampleRows};
-inline constexpr engine::Output<int32_t> kSampleDrawTokens{13, kSampleDrawEntries};
-inline constexpr engine::Output<float> kSampleDrawLogprobs{14, kSampleDrawEntries};
-inline constexpr auto kSampleOutputs =
-    engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
-                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes,
-                     kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
-                     kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs);
+inline constexpr auto kSampleOutputs = engine::ArraysOf(
+    kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus, kSampleTopIds,
+    kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes, kSampleSupportIds,
+    kSampleSupportLogprobs, kSampleEntropies, kSampleRawEntropies);
+
+// Bits of JobSpec::wanted. Some row may need more than a few of its first tokens; the other rows
+// need at most JobSpec::max_row_entries.
+inline constexpr uint32_t kMoreThanKept = 1;
+// Some row AsksMore.
+inline constexpr uint32_t kAsksMore = 2;
 
 // The arguments of a batch of sample; of verify, those for its rows.
 inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
@@ -67,7 +69,8 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .bias = batch.In(kSampleInBias),
           .extra_ids = batch.In(kSampleInExtraIds),
           .mask_words = batch.In(kSampleInMaskWords),
-          .edited = counts[kSampleHistory] + counts[kSampleBias] + counts[kSampleMaskWords] > 0,
+          .edited = counts[kSampleHistory] + counts[kSampleBias] + counts[kSampleMaskWords] > 0 ||
+                    (batch.wanted & kAsksMore) != 0,
           .tokens = batch.Out(kSampleTokens),
           .logprobs = batch.Out(kSampleLogprobs),
           .ranks = batch.Out(kSampleRanks),
@@ -80,14 +83,8 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .support_ids = batch.Out(kSampleSupportIds),
           .support_logprobs = batch.Out(kSampleSupportLogprobs),
           .entropies = batch.Out(kSampleEntropies),
-          .raw_entropies = batch.Out(kSampleRawEntropies),
-          .draw_tokens = batch.Out(kSampleDrawTokens),
-          .draw_logprobs = batch.Out(kSampleDrawLogprobs)};
+          .raw_entropies = batch.Out(kSampleRawEntropies)};
 }
-
-// A bit of JobSpec::wanted: some row may need more than a few of its first tokens. The other rows
-// need at most JobSpec::max_row_entries.
-inline constexpr uint32_t kMoreThanKept = 1;
 
 inline constexpr engine::OpTraits kSampleTraits = {
     .name = "sample",
@@ -117,7 +114,6 @@ inline constexpr RowPlace<SampleRow> kSamplePlaces[] = {
     {kSampleTopEntries, &SampleRow::first_top_entry, &SampleRow::top_logprobs},
     {kSampleExtraEntries, &SampleRow::first_extra_entry, &SampleRow::extra_count},
     {kSampleSupportEntries, &SampleRow::first_support_entry, &SampleRow::want_support},
-    {kSampleDrawEntries, &SampleRow::first_draw_entry, &SampleRow::more_draws},
 };
 
 // The rows of one job and their lists: see job_rows.h.
@@ -140,6 +136,7 @@ struct SampleRows {
       const int32_t kept = KeptTokens(row);
       spec->max_row_entries = std::max(spec->max_row_entries, kept);
       if (kept == 0) spec->wanted |= kMoreThanKept;
+      if (AsksMore(row)) spec->wanted |= kAsksMore;
     }
   }
   // For CheckSample.

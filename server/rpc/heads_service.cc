@@ -113,10 +113,18 @@ class ChangeCall : public PlainCall {
   virtual void SayThatItWaits() = 0;  // before the thread has it
 
   void OnDrain(absl::Duration) override { Leave(engine::DrainingError()); }
+  void OnIdentities() override {
+    const absl::Status status = CheckMayStillCall();
+    if (!status.ok() && !over()) Leave(status);
+  }
 
  protected:
   HeadsService& service() { return service_; }
   bool ended() const { return ended_; }
+  void End(const absl::Status& status) override {
+    ended_ = true;
+    PlainCall::End(status);
+  }
 
   // Sends a progress message, unless the last one is too recent or is still being sent.
   template <typename Message>
@@ -164,11 +172,13 @@ class ChangeCall : public PlainCall {
     if (absl::IsInternal(result)) engine.DeviceLost(result);
   }
 
-  virtual void Leave(const absl::Status& why) {
+  void Leave(const absl::Status& why) {
     ended_ = true;
     if (!over()) End(Bounded(why));
     service_.LeaveLine(*this);
+    Free();
   }
+  virtual void Free() {}  // the work ends, if the thread has none of it now
   void OnWritten() override {
     sending_ = false;
     PlainCall::OnWritten();
@@ -290,9 +300,12 @@ class UpdateCall final : public ChangeCall {
     working_ = true;
     service().EnqueueLease(self());
   }
-  void Leave(const absl::Status& why) override {
-    ChangeCall::Leave(why);
-    // The update's memory is freed on the thread too.
+  void End(const absl::Status& status) override {
+    ChangeCall::End(status);
+    Free();
+  }
+  // The update's memory is freed on the thread too.
+  void Free() override {
     if (began_ && !by_file_ && !working_.exchange(true)) service().EnqueueLease(self());
   }
 
@@ -381,18 +394,20 @@ HeadsService::HeadsService(std::string root, std::string remote_listen,
       files_thread_([this] { RunLine(&files_); }),
       leases_thread_([this] { RunLine(&leases_); }) {}
 
-HeadsService::~HeadsService() {
+HeadsService::~HeadsService() { Join(); }
+
+void HeadsService::Join() {
   {
     absl::MutexLock lock(&mutex_);
     ending_ = true;
   }
-  files_thread_.join();
-  leases_thread_.join();
+  if (files_thread_.joinable()) files_thread_.join();
+  if (leases_thread_.joinable()) leases_thread_.join();
 }
 
 bool HeadsService::loading() const {
   absl::MutexLock lock(&mutex_);
-  return files_.running != nullptr || leases_.running != nullptr;
+  return files_.running != nullptr || leases_.running != nullptr || !leases_.waiting.empty();
 }
 
 void HeadsService::Register(Registry* registry) {

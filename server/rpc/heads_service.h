@@ -31,8 +31,11 @@ class HeadsService {
   // machine reach, for which they are refused too; empty: none. The objects of `environment`
   // outlive this.
   HeadsService(std::string root, std::string remote_listen, const CallEnvironment& environment);
-  // No call may be left. Waits while loading() is true.
+  // No call may be left.
   ~HeadsService();
+  // Waits while loading() is true; then nothing is left to post to a call's loop. Once, after the
+  // last call has ended.
+  void Join();
 
   // True while a head is read or copied. Its call may be over: a call ends as soon as it is
   // cancelled or the server drains, and its load ends when it next reports progress.

@@ -66,7 +66,10 @@ class RpcServer final : private http2::ServerEvents {
                                                           engine::Engine* engine,
                                                           engine::Heads* heads,
                                                           engine::Metrics* metrics);
-  ~RpcServer() override { Shutdown(); }
+  ~RpcServer() override {
+    Shutdown();
+    heads_.Join();  // while the loops are there, to which its last steps post
+  }
 
   // The addresses of the options, with the ports that were bound.
   const std::vector<std::string>& listening() const { return server_.listening(); }

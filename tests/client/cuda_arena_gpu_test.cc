@@ -382,11 +382,14 @@ TEST_F(HeadUpdateTest, CallsGetOneVersionOrTheOtherWhileAHeadIsUpdatedFromAGpuAn
   ASSERT_TRUE(client_->LoadHead(load).ok());
 
   std::vector<float> weights = {0, 0};  // by version
+  const auto view = [](const std::vector<uint16_t>& values) {
+    return absl::string_view(reinterpret_cast<const char*>(values.data()), values.size() * 2);
+  };
   const std::vector<uint16_t> ones(static_cast<size_t>(hidden_), 0x3f80);
   const auto call = [&]() -> absl::StatusOr<int64_t> {
     client::TopKRequest request = {.dtype = v1::DTYPE_BF16, .rows = 1, .head = "h"};
     request.hidden_size = hidden_;
-    request.hidden = {ViewOf(ones)};
+    request.hidden = {view(ones)};
     request.params.add_k(1);
     const auto result = client_->TopK(request);
     if (!result.ok()) return result.status();
@@ -407,7 +410,7 @@ TEST_F(HeadUpdateTest, CallsGetOneVersionOrTheOtherWhileAHeadIsUpdatedFromAGpuAn
     const std::vector<uint16_t> part(size_t{1} << 20, value);
     for (int64_t at = 0; at < bytes_; at += 2 * kMiB) {
       const auto size = static_cast<size_t>(std::min(2 * kMiB, bytes_ - at));
-      ASSERT_TRUE(arena->Write(at, ViewOf(part).substr(0, size)).ok());
+      ASSERT_TRUE(arena->Write(at, view(part).substr(0, size)).ok());
     }
     std::atomic<bool> done = false;
     absl::Duration longest_before, longest;
@@ -425,9 +428,8 @@ TEST_F(HeadUpdateTest, CallsGetOneVersionOrTheOtherWhileAHeadIsUpdatedFromAGpuAn
     v1::UpdateHeadRequest update;
     update.set_name("h");
     v1::HeadRows* const rows = update.add_rows();
-    const auto place =
-        arena->Find({{arena->data(), static_cast<size_t>(bytes_)}}, vocab_, hidden_ * 2);
-    *rows->mutable_shared() = *place;
+    const absl::string_view all(arena->data(), static_cast<size_t>(bytes_));
+    *rows->mutable_shared() = arena->Find({all}, vocab_, hidden_ * 2).value();
     rows->set_dtype(v1::DTYPE_BF16);
     rows->set_width(hidden_);
     rows->set_rows(vocab_);
@@ -435,10 +437,10 @@ TEST_F(HeadUpdateTest, CallsGetOneVersionOrTheOtherWhileAHeadIsUpdatedFromAGpuAn
     const absl::Time start = absl::Now();
     const auto head = client_->UpdateHead(update);
     const absl::Duration took = absl::Now() - start;
-    ASSERT_TRUE(head.ok()) << head.status();
     absl::SleepFor(absl::Milliseconds(50));
     done = true;
     caller.join();
+    ASSERT_TRUE(head.ok()) << head.status();
     EXPECT_EQ(head->head_version(), version);
     EXPECT_EQ(*call(), version);
     if (!large_) continue;

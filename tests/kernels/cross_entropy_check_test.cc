@@ -30,13 +30,25 @@ struct Asked {
   std::vector<int32_t> support_ids = {7, 99, 0};
 };
 
+struct AskedCase {
+  const char* name;
+  std::function<void(Asked&, CrossEntropyRow&)> change;  // the second row
+  std::string want;                                      // "" = allowed
+};
+
+void ExpectVerdicts(const std::vector<AskedCase>& cases) {
+  for (const AskedCase& c : cases) {
+    Asked asked;
+    c.change(asked, asked.params[1]);
+    asked.request.params = asked.params;
+    asked.request.extra_ids = asked.extra_ids;
+    asked.request.support_ids = asked.support_ids;
+    ExpectVerdict(CheckCrossEntropy(asked.request), c.want, c.name);
+  }
+}
+
 TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
-  struct Case {
-    const char* name;
-    std::function<void(Asked&, CrossEntropyRow&)> change;  // the second row
-    std::string want;                                      // "" = allowed
-  };
-  const std::vector<Case> cases = {
+  ExpectVerdicts({
       {"all off", [](Asked&, CrossEntropyRow&) {}, ""},
       {"everything at its border",
        [](Asked&, CrossEntropyRow& row) {
@@ -121,6 +133,11 @@ TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
          row.extra_count = 2;
        },
        "extra_ids: got token 100 at row 1, entry 1, allowed 0..99"},
+  });
+}
+
+TEST(CheckCrossEntropyTest, SaysWhatIsWrongWithASupport) {
+  ExpectVerdicts({
       {"a support with all that it allows",
        [](Asked&, CrossEntropyRow& row) {
          row.support_count = 3;
@@ -196,15 +213,7 @@ TEST(CheckCrossEntropyTest, SaysFieldRowValueAndAllowedRange) {
          row.extra_count = 2;
        },
        "support_ids: got some at row 1, allowed none with extra_ids, of which there are 2"},
-  };
-  for (const Case& c : cases) {
-    Asked asked;
-    c.change(asked, asked.params[1]);
-    asked.request.params = asked.params;
-    asked.request.extra_ids = asked.extra_ids;
-    asked.request.support_ids = asked.support_ids;
-    ExpectVerdict(CheckCrossEntropy(asked.request), c.want, c.name);
-  }
+  });
 }
 
 HeadView Head() { return {.weight = {.dtype = DType::kBF16, .rows = 100, .cols = 64}}; }

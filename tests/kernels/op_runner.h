@@ -236,7 +236,8 @@ inline void Add(Arena& arena, absl::Span<const SoftmaxTopKRow> rows, int64_t ent
 
 inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, SampleAnswer* to) {
   args->edited = batch.says_edited || !batch.history.empty() || !batch.bias.empty() ||
-                 !batch.mask_words.empty();
+                 !batch.mask_words.empty() ||
+                 std::any_of(batch.rows.begin(), batch.rows.end(), AsksMore);
   arena.In(batch.rows, &args->rows);
   arena.In(batch.history, &args->history);
   arena.In(batch.bias, &args->bias);

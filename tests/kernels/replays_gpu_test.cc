@@ -282,7 +282,9 @@ TEST_F(ReplaysTest, SampleAsAGraphAnswersAsWithoutOne) {
                                        .top_ids = bench->At<int32_t>(512),
                                        .top_logprobs = bench->At<float>(768),
                                        .status = bench->At<RowStatus>(1024),
-                                       .support_size = bench->At<int32_t>(256)})
+                                       .support_size = bench->At<int32_t>(256),
+                                       .entropies = bench->At<float>(1280),
+                                       .raw_entropies = bench->At<float>(1344)})
                       .ok());
       std::memset(bench->slab.host + Bench::kAnswersAt, 0, Bench::kAnswersBytes);
       ASSERT_TRUE(

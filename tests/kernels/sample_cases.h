@@ -259,7 +259,8 @@ inline const std::vector<SampleClaim>& SampleTemperedClaims() {
       {.name = "tempered log-probabilities are those of logits over the temperature",
        .logits = {0, 2 * ln3}, .ask = {.position = kAt003, .temperature = 2, .top_logprobs = 2,
                                        .tempered = true},
-       .token = 0, .logprob = -ln4, .rank = 2, .top_ids = {1, 0}, .top_logprobs = {ln3 - ln4, -ln4}},
+       .token = 0, .logprob = -ln4, .rank = 2, .top_ids = {1, 0},
+       .top_logprobs = {ln3 - ln4, -ln4}},
       // At temperature 2: 2, 1, 1 of 4. The filters leave token 0.
       {.name = "tempered log-probabilities are over the whole vocabulary, whatever the filters",
        .logits = {2 * ln2, 0, 0}, .ask = {.position = kAt088, .temperature = 2, .top_k = 1,
@@ -364,8 +365,8 @@ inline const std::vector<SampleClaim>& SamplePromptClaims() {
       {.name = "presence and frequency count what comes after the prompt", .logits = {2, 1, 0},
        .ask = {.position = kAt003, .presence = 0.25f, .frequency = 0.5f, .prompt_tokens = 2,
                .top_logprobs = 3, .processed = true},
-       .history = {0, 0, 1, 0}, .token = 0, .logprob = -0.50342888f, .rank = 1, .top_ids = {0, 1, 2},
-       .top_logprobs = {-0.50342888f, -1.50342888f, -1.75342888f}},
+       .history = {0, 0, 1, 0}, .token = 0, .logprob = -0.50342888f, .rank = 1,
+       .top_ids = {0, 1, 2}, .top_logprobs = {-0.50342888f, -1.50342888f, -1.75342888f}},
       // 4 / 2, -1 * 2, untouched 0.
       {.name = "repetition counts the prompt, presence and frequency do not", .logits = {4, -1, 0},
        .ask = {.position = kAt003, .repetition = 2, .presence = 5, .frequency = 5,

@@ -105,6 +105,9 @@ inline void Append(const SampleAnswer& drawn, std::string* bits) {
   Append(drawn.extra_logprobs, bits);
   Append(drawn.entropies, bits);
   Append(drawn.raw_entropies, bits);
+  Append(drawn.support_size, bits);
+  Append(drawn.support_ids, bits);
+  Append(drawn.support_logprobs, bits);
 }
 
 // Rows that need only a few of their first tokens.

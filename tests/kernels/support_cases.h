@@ -186,6 +186,8 @@ inline SampleBatch SupportedSamples(int64_t rows, int64_t vocab, uint64_t seed) 
     row.temperature = std::max(0.0f, row.temperature);
     row.bias_count = row.history_count = 0;
     row.first_mask_word = -1;
+    row.typical_p = 1;  // typical_p and xtc may leave a support without the row's highest logit
+    row.xtc_probability = 0;
     const bool may_be_long = vocab > kMaxSupport && random() % 4 > 0;
     if (!IsFiltered(row, vocab) || may_be_long)
       row.top_k = static_cast<int32_t>(1 + random() % 900);

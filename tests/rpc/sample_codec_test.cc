@@ -296,12 +296,8 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
     {"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
      "top_k: got -2 at row 0, allowed -1 or more"},
     {"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
-    {"prompt_longer_than_the_history",
-     [](R r) {
-       r->add_history(1);
-       r->add_prompt_tokens(2);
-     },
-     "prompt_tokens: got 2 at row 0, allowed 0..1"},
+    {"prompt_longer_than_the_history", [](R r) { r->add_prompt_tokens(4); },
+     "prompt_tokens: got 4 at row 0, allowed 0..3"},
     {"top_n_sigma_negative", [](R r) { r->add_top_n_sigma(-1); },
      "top_n_sigma: got -1 at row 0, allowed finite and >= 0"},
     {"top_n_sigma_nan", [](R r) { r->add_top_n_sigma(std::nanf("")); },
@@ -377,7 +373,7 @@ absl::Span<const std::byte> Bytes(const std::vector<T>& values) {
   return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
-// Has the request ask for what Outputs holds beside its lists; no draws.
+// Has the request ask for what Outputs holds beside its lists.
 template <typename Request>
 void AskForAll(Request& request) {
   for (int n : {2, 0}) request.add_top_logprobs(n);
@@ -385,15 +381,15 @@ void AskForAll(Request& request) {
   for (bool want : {true, false}) request.add_want_entropy(want);
 }
 
-// Outputs of two rows with 2 extra ids each that AskForAll, and of one further draw of the first.
+// Outputs of two rows with 2 extra ids each that AskForAll.
 struct Outputs {
   std::vector<int32_t> tokens = {3, -1}, ranks = {1, 0}, top_ids = {3, 4}, accepted = {1};
   std::vector<float> logprobs = {-0.5f, -INFINITY}, logsumexp = {2.5f, NAN},
                      top_logprobs = {-0.5f, -1.5f}, extra = {-1, -2, -3, -4};
   // Two tokens can be drawn in the first row, none in the second: what is left is unused.
-  std::vector<int32_t> support_size = {2, 0}, support_ids = {3, 4, -1, -1}, draw_tokens = {4};
+  std::vector<int32_t> support_size = {2, 0}, support_ids = {3, 4, -1, -1};
   std::vector<float> support_logprobs = {-0.5f, -1.5f, -INFINITY, -INFINITY},
-                     entropies = {0.25f, 0}, raw_entropies = {0.75f, 0}, draw_logprobs = {-1.5f};
+                     entropies = {0.25f, 0}, raw_entropies = {0.75f, 0};
   std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 17}};
   const std::vector<absl::Span<const std::byte>> spans = {Bytes(tokens),
                                                           Bytes(logprobs),
@@ -408,8 +404,7 @@ struct Outputs {
                                                           Bytes(support_logprobs),
                                                           Bytes(entropies),
                                                           Bytes(raw_entropies),
-                                                          Bytes(draw_tokens),
-                                                          Bytes(draw_logprobs),
+
                                                           Bytes(accepted)};
 };
 
@@ -438,7 +433,6 @@ void ExpectOutputs(const Response& response) {
 TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::SampleRequest request = WithLists();
   AskForAll(request);
-  for (int n : {1, 0}) request.add_more_draws(n);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
   p.Inputs();
@@ -452,9 +446,6 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
   ExpectOutputs(response);
-  EXPECT_THAT(response.draw_count(), ElementsAre(1, 0));
-  EXPECT_THAT(response.draw_tokens(), ElementsAre(4));
-  EXPECT_THAT(response.draw_logprobs(), ElementsAre(-1.5f));
   EXPECT_EQ(response.SerializeAsString(), bytes);
 }
 
@@ -477,7 +468,6 @@ v1::VerifyRequest Drafts() {
 TEST(SampleCodecTest, AnAnswerSaysTheVersionOfItsHead) {
   v1::SampleRequest request = Hidden();
   AskForAll(request);
-  for (int n : {1, 0}) request.add_more_draws(n);
   for (int id : {0, 1}) request.add_extra_ids(id);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
@@ -493,8 +483,8 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   ParsedVerify p(Drafts());
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.key.op, &ops::kVerifyTraits);
-  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
-  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 0, 0, 20, 30, 40});
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
+  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 0, 20, 30, 40});
   const auto sequences = As<VerifySequence>(arrays[ops::kVerifyInSequences.index]);
   EXPECT_EQ(sequences[0].first_row, 10);
   EXPECT_EQ(sequences[1].first_row, 13);

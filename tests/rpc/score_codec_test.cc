@@ -1,4 +1,5 @@
 // Scorer's codec: proto in, job parts out, and back; and what the messages of a stream inherit.
+// Long because every field of one message is read here.
 #include "server/rpc/codecs/score_codec.h"
 
 #include <gmock/gmock.h>

@@ -122,6 +122,9 @@ class Codec:
                 try:
                     if isinstance(value, Mapping):
                         getattr(message, name).MergeFrom(type(getattr(message, name))(**value))
+                    elif isinstance(value, list):  # of messages
+                        for item in value:
+                            getattr(message, name).add(**item)
                     else:
                         setattr(message, name, value)
                 except (TypeError, ValueError) as error:

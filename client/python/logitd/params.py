@@ -125,12 +125,6 @@ class SamplingParams(TypedDict, total=False):
     """Per row, 0 to min(1024, V). Report at most so many of the tokens that can be drawn; default 0."""
     want_entropy: Union[bool, Sequence[bool], Array]
     """Per row. Report the entropies of the distribution drawn from and of the row as sent; default False."""
-    more_draws: Ints
-    """Per row, 0 to 1023. Tokens to draw besides the first, each with random bits of its own; default 0."""
-    watermark_key: Ints
-    """Per row, 0 to 2^64-1. Key of the watermark, which takes the seed's place."""
-    watermark_width: Ints
-    """Per row, 0 to 16. Last tokens of the history that the watermark depends on; 0 is off; default 0."""
 
 
 class SampleParams(InputParams, SamplingParams, total=False):

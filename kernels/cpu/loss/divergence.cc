@@ -1,8 +1,8 @@
 // divergence on the CPU: one read of both rows leaves six sums a cell, against the cell's own
 // maxima, from which come all answers, in double precision.
 //
-//   read:    a pair of cells at a time: both maxima, then the sums out of L1. A cell with -inf, with
-//            NaN, or with a number beyond f32 makes a sum NaN, and is summed again with care.
+//   read:    a pair of cells at a time: both maxima, then the sums out of L1. A cell with -inf,
+//            with NaN, or with a number beyond f32 makes a sum NaN, and is summed again with care.
 //   answer:  the cells' sums are brought to the rows' maxima in cell order. Rows with +inf are read
 //            again, token by token.
 //

@@ -1,10 +1,10 @@
 // divergence: one read of both rows leaves six sums a cell, against the cell's own maxima; one warp
 // merges them in double precision.
 //
-// The skeleton of ops on rows (rows/row_kernel.cuh) cuts and reads the logits' row; a warp reads the
-// reference's cell itself, while it waits for the other one. A cell with -inf, with NaN, or with a
-// number beyond f32 makes a sum NaN, and is summed again with care. Rows with +inf are read again,
-// token by token, by the warp that merges.
+// The skeleton of ops on rows (rows/row_kernel.cuh) cuts and reads the logits' row; a warp reads
+// the reference's cell itself, while it waits for the other one. A cell with -inf, with NaN, or
+// with a number beyond f32 makes a sum NaN, and is summed again with care. Rows with +inf are read
+// again, token by token, by the warp that merges.
 //
 // Cost at 512 x 131072 f32: reads 537 MB once, which is the floor; two exponentials and 12 further
 // operations a pair of tokens. A reference row that is not aligned to 16 bytes is read by elements.

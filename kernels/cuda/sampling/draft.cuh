@@ -14,8 +14,11 @@ template <class Row>
 __device__ __noinline__ Drawn TestDraft(const SampleParams& p, const SampleRow& ask,
                                         const VerifyDraft& draft, Row row, Weigher weigh,
                                         DrawInput in, Drawn drawn) {
-  const TokenWeights target{
-      weigh, drawn.last, IsGreedy(ask), {}, ChoiceIsOn(ask) ? &Finish().draw.chosen : nullptr};
+  const TokenWeights target{weigh,
+                            drawn.last,
+                            IsGreedy(ask),
+                            {},
+                            Row::kMayAskMore && ChoiceIsOn(ask) ? &Finish().draw.chosen : nullptr};
   if (!IsGreedy(ask) && !IsFiltered(ask, row.vocab)) {  // the distribution as integers
     drawn.total = SumByCells(row, in.cell_sums, target);
     drawn.log_sum = log(static_cast<double>(drawn.total) / kWeightOne);

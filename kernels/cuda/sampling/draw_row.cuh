@@ -627,7 +627,9 @@ __device__ __forceinline__ Drawn DrawFiltered(const SampleRow& ask, const Row& r
   } else {
     drawn = DrawUnlisted<kThreads>(ask, row, low, weigh, in);
   }
-  if (ChoiceIsOn(ask)) drawn = DrawChosen<kThreads>(ask, row, weigh, in, listed.count, drawn);
+  if constexpr (Row::kMayAskMore) {
+    if (ChoiceIsOn(ask)) drawn = DrawChosen<kThreads>(ask, row, weigh, in, listed.count, drawn);
+  }
   drawn.log_sum = log(static_cast<double>(drawn.total) / kWeightOne);
   return drawn;
 }

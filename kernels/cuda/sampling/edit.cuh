@@ -9,9 +9,9 @@
 
 namespace logitd::cuda {
 
-// A patch is a token to edit, in its cell: 10 bits of place, whether it has a bias, its sightings in
-// the history. Patches of a cell are stored where its edited logits will be, for they are read
-// before those are written.
+// A patch is a token to edit, in its cell: 10 bits of place, whether it has a bias, its sightings.
+// Patches of a cell are stored where its edited logits will be, for they are read before those are
+// written.
 constexpr uint32_t kPatchSightings = (1u << 21) - 1;
 constexpr uint32_t kPatchBias = 1u << 21;
 constexpr int kPatchPlace = 22;

@@ -41,9 +41,9 @@ struct RowNeeds {
     const bool unreported =
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
-    const bool is_summed_again = edited && ask.want_entropy;
-    const bool may_end = greedy || (!IsFiltered(ask, vocab) && ask.want_support == 0);
-    if (unreported && !is_summed_again && !late && p.drafts == nullptr && may_end) {
+    const bool is_read_again = late || p.drafts != nullptr || (edited && ask.want_entropy) ||
+                               (editable && !greedy && ask.want_support > 0);
+    if (unreported && !is_read_again && (greedy || !IsFiltered(ask, vocab))) {
       listed = 0;
     } else if (TopKIsOn(ask, vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
@@ -386,6 +386,23 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
   return row;
 }
 
+// Reports what only rows that AsksMore want. Returns the distribution that log-probabilities are
+// of. `peak` is the row's largest logit after edits. Called by all threads.
+template <int kThreads, class Row>
+__device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, const SampleRow& ask,
+                                              const RowNeeds& needs, const Row& sent, Stats raw,
+                                              const Row& row, float peak, const Drawn& drawn) {
+  Support drawn_from{drawn.last, peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask), drawn.log_sum};
+  if constexpr (Row::kMayAskMore) {
+    if (ChoiceIsOn(ask)) drawn_from.chosen = &Finish().draw.chosen;
+    if (ask.want_support > 0) ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
+    if (ask.want_entropy) WriteEntropies(args, r, ask, sent, raw, row, drawn_from);
+    return needs.is_sent ? SentSupport(ask, sent, raw, /*is_summed=*/needs.twice) : drawn_from;
+  } else {
+    return needs.is_sent ? RawSupport(raw) : drawn_from;
+  }
+}
+
 // Rows whose edits are applied late come first in the code: they take longer where their code is
 // far from the kernel's start (64 rows with history and mask 54.8 us for 47.4).
 template <class T, bool kInCluster, bool kEditable>
@@ -492,30 +509,22 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
                           });
 
   // Report.
-  const Support drawn_from{drawn.last, peak, needs.greedy ? 1.0 : ActingTemperature(ask),
-                           drawn.log_sum, ChoiceIsOn(ask) ? &s.chosen : nullptr};
-  if (ask.want_support > 0) {
-    ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
-  } else if (threadIdx.x == 0) {
-    args.support_size[r] = 0;
-  }
-  if (ask.want_entropy) WriteEntropies(args, r, ask, raw_row, raw, row, drawn_from);
-  const Support support =
-      needs.is_sent ? SentSupport(ask, raw_row, raw, /*is_summed=*/needs.twice) : drawn_from;
+  const Support support = ReportMore<kThreads>(args, r, ask, needs, raw_row, raw, row, peak, drawn);
   const float x = mode_row[drawn.token];
   const bool is_first = needs.greedy && needs.listed == 0 && needs.lists_are_sorted;
-  int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
-                                            needs.lists_are_sorted ? needs.listed : 0, part.blocks,
-                                            s, count_in_part);
-  if (is_first && ask.want_rank) rank = 1;
+  const int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,
+                                                  needs.lists_are_sorted ? needs.listed : 0,
+                                                  part.blocks, s, count_in_part);
   if (threadIdx.x == 0) {
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
-    args.ranks[r] = rank;
-    if (!ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
+    args.ranks[r] = is_first && ask.want_rank ? 1 : rank;
+    if (!Row::kMayAskMore || ask.want_support == 0) args.support_size[r] = 0;
+    if (!Row::kMayAskMore || !ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
   }
   if (needs.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
-  if (ask.top_logprobs > kListed) ReportManyTops<kThreads>(args, ask, mode_row, support);
+  if (Row::kMayAskMore && ask.top_logprobs > kListed)
+    ReportManyTops<kThreads>(args, ask, mode_row, support);
 }
 
 // ---- launch ------------------------------------------------------------------------------------

@@ -214,6 +214,8 @@ template <class T, bool kMayBeEdited>
 class Logits {
  public:
   using Element = std::conditional_t<kMayBeEdited, float, T>;
+  // Only kernels of rows that may be edited serve rows that AsksMore.
+  static constexpr bool kMayAskMore = kMayBeEdited;
 
   __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
 

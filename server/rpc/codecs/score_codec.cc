@@ -244,7 +244,8 @@ absl::Status ScoreCodec::CutSupports(const ScoreFields& fields, absl::Span<Cross
 // Has ignored rows left out: they ask for nothing.
 void ScoreCodec::SkipIgnored(absl::Span<CrossEntropyRow> rows) {
   for (CrossEntropyRow& row : rows) {
-    if (row.target == kIgnoredTarget) row.want = row.top_logprobs = row.extra_count = 0;
+    if (row.target != kIgnoredTarget) continue;
+    row.want = row.top_logprobs = row.extra_count = row.support_count = 0;
   }
   rows_.skip_ignored = true;
   UseOps(ops::kCountedCrossEntropyTraits, ops::kCountedLinearCrossEntropyTraits);

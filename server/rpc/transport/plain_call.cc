@@ -12,15 +12,28 @@ PlainCall::PlainCall(http2::Stream* stream, const CallEnvironment& environment,
                      const PlainMethod& method)
     : ServerCall(stream, environment.tracker), environment_(environment), method_(method) {}
 
+namespace {
+
+Access AccessOf(const PlainMethod& method) {
+  const std::string_view name = method.path.substr(method.path.rfind('/') + 1);
+  return {.method = {name.data(), name.size()}, .role = method.role};
+}
+
+}  // namespace
+
 void PlainCall::Begin() {
   StartReceiveTimer();
   if (method_.open) return;
-  const std::string_view name = method_.path.substr(method_.path.rfind('/') + 1);
-  const Access access = {.method = {name.data(), name.size()}, .role = method_.role};
-  const absl::Status status = Authorize(&metadata(), connection().peer(), environment_.identities,
-                                        access, environment_.metrics)
-                                  .status();
-  if (!status.ok()) End(status);
+  absl::StatusOr<Authorization> authorization =
+      Authorize(&metadata(), connection().peer(), environment_.identities, AccessOf(method_),
+                environment_.metrics);
+  if (!authorization.ok()) return End(authorization.status());
+  authorization_ = *std::move(authorization);
+}
+
+absl::Status PlainCall::CheckMayStillCall() const {
+  if (method_.open) return absl::OkStatus();
+  return CheckStillAuthorized(authorization_, environment_.identities, AccessOf(method_));
 }
 
 void PlainCall::OnMessageSize(size_t bytes) {

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "server/door/identities.h"
 #include "server/rpc/registry.h"
+#include "server/rpc/transport/authorization.h"
 #include "server/rpc/transport/request_job.h"
 #include "server/rpc/transport/server_call.h"
 
@@ -41,8 +42,8 @@ class PlainCall : public ServerCall {
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
-  // Of a method that takes any number of messages: the next one stays with the peer while it is true,
-  // until an answer is written.
+  // Of a method that takes any number of messages: the next one stays with the peer while it is
+  // true, until an answer is written.
   virtual bool Busy() const { return false; }
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
@@ -58,6 +59,8 @@ class PlainCall : public ServerCall {
 
   const CallEnvironment& environment() const { return environment_; }
   const PlainMethod& method() const { return method_; }
+  // After a change of identities: whether the caller still may call.
+  absl::Status CheckMayStillCall() const;
 
  private:
   void Begin() override;
@@ -67,6 +70,7 @@ class PlainCall : public ServerCall {
 
   const CallEnvironment& environment_;
   const PlainMethod& method_;
+  Authorization authorization_;
   bool have_message_ = false;
   int unwritten_ = 0;  // answers
   absl::StatusCode code_ = absl::StatusCode::kUnknown;

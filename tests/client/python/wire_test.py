@@ -123,7 +123,7 @@ class WireTest(unittest.TestCase):
 
 class ParamsTest(unittest.TestCase):
     def test_the_typed_parameters_are_those_of_the_protos(self):
-        given = {"hidden", "head", "dtype", "arena", "deadline"}
+        given = {"hidden", "head", "head_version", "dtype", "arena", "deadline"}
         for kind, message, arguments in (
             (params.TopKParams, "TopKRequest", {"k"}),
             (params.SampleParams, "SampleRequest", set()),
