@@ -39,8 +39,7 @@ class Activity {
   void Remove(int stream);
 
   // Stream `stream` begins a slice of `op`, which counts as the op of its name, or ends it after
-  // `rows` rows. `as_many`: the streams
-  // that the slice counts as, in View::busy.
+  // `rows` rows. `as_many`: the streams that the slice counts as, in View::busy.
   void Begin(int stream, const OpTraits* op, int64_t now_ns, int as_many = 1);
   void End(int stream, int64_t rows, int64_t now_ns);
 
