@@ -88,7 +88,7 @@ int64_t ScoreMessages::FieldBytes() const {
   fields.set_head(request_.head);
   fields.set_hidden_size(request_.hidden_size);
   fields.set_offset(-1);  // the longest number, as the next
-  fields.set_head_version(-1);
+  if (!request_.head.empty()) fields.set_head_version(-1);
   v1::ScoreTotals* totals = fields.mutable_totals();
   for (auto set : {&v1::ScoreTotals::set_rows, &v1::ScoreTotals::set_counted,
                    &v1::ScoreTotals::set_ignored, &v1::ScoreTotals::set_faulty}) {
