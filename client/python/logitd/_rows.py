@@ -212,7 +212,7 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
         lists = {"top_ids": "top_count", "top_logprobs": "top_count", "extra_logprobs": "extra_count"}
         names = ("losses", "target_logprobs") if kind == "score" else ("tokens", "logprobs", "ranks")
         sizes.update({name: rows for name in (*names, "top_count", "extra_count")})
-    wanted = ("ranks", "entropies")
+    wanted: Tuple[str, ...] = ("ranks", "entropies")
     if kind in ("sample", "verify"):
         wanted = ("support_size", "entropies", "raw_entropies", *set(_wanted_lists(kind).values()))
         lists.update(_wanted_lists(kind))
