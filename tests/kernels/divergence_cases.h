@@ -272,7 +272,7 @@ inline std::string DivergenceBits(const DivergenceAnswer& got, int64_t r) {
   return bits;
 }
 
-// "" where each row of a case has the bits that it has alone, at another alignment.
+// Compares each row with the same row alone, at another alignment: "" where the bits are equal.
 inline std::string BrokenDivergenceInvariance(OpRunner& runner, const DivergenceCase& c) {
   const DivergenceInput in = MakeInput(c);
   const auto got = runner.Divergence(in.logits, in.reference, in.rows);

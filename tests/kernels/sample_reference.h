@@ -154,7 +154,7 @@ class ReferenceSample {
     }
     return std::log(sum) + below / sum;
   }
-  // Of the row as sent; NaN where it has nothing above -inf.
+  // The entropy of the row as sent; NaN where all its logits are -inf.
   double RawEntropy() const { return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order, 1); }
 
   // Whether `token` is what the bits point at in `support`, or so close that rounding decides.

@@ -720,6 +720,19 @@ TEST(ScoreCodecTest, SkipIgnoredHasIgnoredRowsAskForNothing) {
   EXPECT_FALSE(AsksForNothing(rows[2]));
 }
 
+TEST(ScoreCodecTest, SkipIgnoredTakesTheSupportOfIgnoredRows) {
+  v1::ScoreRequest request = Plain({1, -100});
+  for (int n : {2, 2}) request.add_support_count(n);
+  for (int id : {1, 2, 0, 3}) request.add_support_ids(id);
+  request.set_skip_ignored(true);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  const auto rows = p.Rows();
+  EXPECT_EQ(rows[0].support_count, 2);
+  EXPECT_EQ(rows[1].support_count, 0);
+  EXPECT_TRUE(AsksForNothing(rows[1]));
+}
+
 TEST(ScoreCodecTest, SkipIgnoredHoldsForTheWholeStream) {
   const auto sequence = std::make_shared<ScoreSequence>();
   v1::ScoreRequest first = Plain({1, -100});

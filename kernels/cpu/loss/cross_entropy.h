@@ -45,8 +45,8 @@ void CrossEntropyTraining(const CrossEntropyTrainingArgs& args, ThreadPool& pool
 
 // The same of one row, on the calling thread.
 void CrossEntropyOfRow(const CrossEntropyArgs& args, int64_t r);
-// The same of a row with a support, whose logits, of the type and number of args.logits, are
-// `logits`.
+// Writes the answers of row r, which has a support. `logits` is the row: args.logits.cols of them,
+// in the type of args.logits.
 void CrossEntropyOfSupport(const CrossEntropyArgs& args, int64_t r, const void* logits);
 void CrossEntropyBackwardOfRow(const CrossEntropyBackwardArgs& args, int64_t r);
 

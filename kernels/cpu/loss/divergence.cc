@@ -51,7 +51,8 @@ HWY_INLINE void AddPair(VF a, VF b, PairSums& to) {
   to.y_apart = hn::NegMulAdd(y_weight, apart, to.y_apart);
 }
 
-// The same where a token that a row has not adds nothing: `has` of the rows.
+// Adds a pair of which a row may lack its token, as `has_x` and `has_y` say: a token that is not
+// there adds nothing.
 HWY_INLINE void AddPairWithCare(VF a, VF b, hn::Mask<DF> has_x, hn::Mask<DF> has_y, PairSums& to) {
   const VF x_weight = hn::IfThenElseZero(has_x, WeightOf(a));
   const VF y_weight = hn::IfThenElseZero(has_y, WeightOf(b));
@@ -88,7 +89,7 @@ HWY_INLINE float Total(VF sum) { return hn::GetLane(hn::SumOfLanes(DF(), sum)); 
 // Elements that are added up on their own first: so sums stay exact where vectors are short.
 inline constexpr int64_t kBlock = 128;
 
-// What two cells leave, whose maxima are given.
+// Sums a pair of cells against their maxima, which are given.
 template <bool kCareful, typename T>
 DivergenceCell SumCells(const T* HWY_RESTRICT x, const T* HWY_RESTRICT y, const DivergenceRow& ask,
                         float x_max, float y_max) {
@@ -97,7 +98,7 @@ DivergenceCell SumCells(const T* HWY_RESTRICT x, const T* HWY_RESTRICT y, const 
   const VF zero = hn::Zero(d), minus_inf = hn::Set(d, -kInf);
   const VF x_scale = hn::Set(d, DivergenceScale(ask.temperature));
   const VF y_scale = hn::Set(d, DivergenceScale(ask.reference_temperature));
-  // Where a cell has no token, any base does.
+  // Any base serves a cell without tokens.
   const VF x_base = hn::Set(d, kCareful && x_max == -kInf ? 0 : x_max);
   const VF y_base = hn::Set(d, kCareful && y_max == -kInf ? 0 : y_max);
   auto only_x = hn::Lt(zero, zero), only_y = only_x, is_nan = only_x, is_certain = only_x;

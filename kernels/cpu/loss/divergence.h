@@ -9,7 +9,7 @@
 
 namespace logitd::cpu {
 
-// What the cells of all rows of a call leave.
+// Memory for the sums of the cells of all rows of a call.
 struct DivergenceScratch {
   Buffer<DivergenceCell> cells;
 };

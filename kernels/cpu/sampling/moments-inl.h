@@ -58,7 +58,7 @@ Moments CellMoments(const T* cell, int64_t c, const Support& support, const Expo
   return {.sum = fold(sums), .below = fold(below) * kLn2};
 }
 
-// The same where typical_p and xtc choose the support: what it has not counts as -inf.
+// The sums of a cell whose support typical_p and xtc choose: a token outside it counts as -inf.
 template <typename T>
 Moments ChosenCellMoments(const T* cell, int64_t c, Support support, const Exponent& e) {
   const DF d;

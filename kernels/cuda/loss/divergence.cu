@@ -33,7 +33,7 @@ struct PairSums {
     x_apart = fmaf(x_weight, apart, x_apart);
     y_apart = fmaf(y_weight, -apart, y_apart);
   }
-  // The same where a token that a row has not adds nothing.
+  // Adds a pair of which a row may lack its token: a token that is not there adds nothing.
   __device__ void AddWithCare(float a, float b, bool has_x, bool has_y) {
     const float x_weight = has_x ? Exp2(a) : 0.0f, y_weight = has_y ? Exp2(b) : 0.0f;
     x_sum += x_weight;
@@ -48,7 +48,7 @@ struct PairSums {
 template <bool kCareful, class T>
 __device__ DivergenceCell SumPair(const LaneCell<T>& x, const LaneCell<T>& y, float x_max,
                                   float y_max, float x_scale, float y_scale) {
-  // Where a cell has no token, any base does.
+  // Any base serves a cell without tokens.
   const float x_base = kCareful && x_max == -kInfinity ? 0.0f : x_max;
   const float y_base = kCareful && y_max == -kInfinity ? 0.0f : y_max;
   PairSums sums;

@@ -525,7 +525,7 @@ struct LeftKeys {
   }
 };
 
-// The same tokens with keys by their typicality.
+// Keys of LeftKeys by typicality in place of the logit.
 template <class Row>
 struct TypicalKeys {
   LeftKeys<Row> left;

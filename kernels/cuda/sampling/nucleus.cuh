@@ -279,7 +279,7 @@ struct MassBins {
     constexpr uint32_t kBitsOfRound = 0x4b000000;
     return __float_as_uint(__fmaf_rn(peak - x, bins_a_logit, 0x1p23f)) - kBitsOfRound;
   }
-  // The least logit of bins before `bin`, but for roundings.
+  // Every logit in a bin before `bin` is at least this, up to roundings.
   __device__ float Border(int bin) const {
     return peak - (static_cast<float>(bin) - 0.5f) / bins_a_logit;
   }

@@ -67,8 +67,8 @@ struct ChosenTokens {
   }
 };
 
-// What may be drawn: of the keys of `last` or more, except those of -inf, the chosen ones; where
-// there is +inf, only that.
+// The tokens that may be drawn: chosen ones whose keys are `last` or more. -inf is not among them;
+// where there is +inf, only +inf is.
 struct Support {
   Key last;
   float max;

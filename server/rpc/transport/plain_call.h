@@ -42,8 +42,8 @@ class PlainCall : public ServerCall {
  protected:
   // A message is there, of a caller that may call.
   virtual void OnRequest(std::string_view message) = 0;
-  // Of a method that takes any number of messages: the next one stays with the peer while it is
-  // true, until an answer is written.
+  // True: a method that takes any number of messages leaves the next one with the peer, until an
+  // answer is written.
   virtual bool Busy() const { return false; }
   virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
 
