@@ -148,12 +148,13 @@ TEST(LogitctlTest, BashCompletesWhatMayFollow) {
   TempDir dir;
   const std::string npy = dir.Write("some.npy", "x");
   EXPECT_THAT(Completed({"sam"}), ElementsAre("sample"));
-  EXPECT_THAT(Completed({"heads", ""}), ElementsAre("load", "unload", "list", "get"));
+  EXPECT_THAT(Completed({"heads", ""}), ElementsAre("load", "update", "unload", "list", "get"));
   EXPECT_THAT(Completed({"sample", "--top-"}),
               ElementsAre("--top-k", "--top-p", "--top-logprobs", "--top-n-sigma"));
   EXPECT_THAT(Completed({"info", "--format", ""}), ElementsAre("table", "json"));
   EXPECT_THAT(Completed({"info", "--format", "=", "j"}), ElementsAre("json"));
-  EXPECT_THAT(Completed({"sample", "--logprob-mode", ""}), ElementsAre("raw", "processed"));
+  EXPECT_THAT(Completed({"sample", "--logprob-mode", ""}),
+              ElementsAre("raw", "processed", "tempered"));
   EXPECT_THAT(Completed({"info", "--priority", ""}), ElementsAre("batch", "interactive"));
   EXPECT_THAT(Completed({"topk", "--logits", dir.path("so")}), ElementsAre(npy));
   EXPECT_THAT(Completed({"softmax", "--mask", "cau"}), ElementsAre("causal"));
