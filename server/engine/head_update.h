@@ -62,6 +62,10 @@ class HeadUpdate {
   // ABORTED: the head was unloaded meanwhile.
   absl::StatusOr<std::shared_ptr<const Head>> Commit();
 
+  // The update ends with this error, where no step failed before: the caller asked for something
+  // that cannot be.
+  void Fail(absl::Status why) { Remember(std::move(why)).IgnoreError(); }
+
   const Head& old() const { return *old_; }
   int64_t done_bytes() const { return done_bytes_; }  // of rows, each counted once
 

@@ -121,8 +121,9 @@ class ChangeCall : public PlainCall {
  protected:
   HeadsService& service() { return service_; }
   bool ended() const { return ended_; }
+  const absl::Status& why_ended() const { return why_ended_; }  // once it has
   void End(const absl::Status& status) override {
-    ended_ = true;
+    SetEnded(status);
     PlainCall::End(status);
   }
 
@@ -173,7 +174,7 @@ class ChangeCall : public PlainCall {
   }
 
   void Leave(const absl::Status& why) {
-    ended_ = true;
+    SetEnded(why);
     if (!over()) End(Bounded(why));
     service_.LeaveLine(*this);
     Free();
@@ -192,10 +193,17 @@ class ChangeCall : public PlainCall {
  private:
   friend class HeadsService;
 
+  void SetEnded(const absl::Status& why) {
+    if (ended_) return;
+    why_ended_ = why;
+    ended_ = true;
+  }
+
   HeadsService& service_;
   absl::Time next_report_ = absl::InfinitePast();
   std::atomic<bool> sending_ = false;
   std::atomic<bool> ended_ = false;
+  absl::Status why_ended_;  // written before ended_
 };
 
 class LoadCall final : public ChangeCall {
@@ -312,9 +320,10 @@ class UpdateCall final : public ChangeCall {
   // ---- for the thread
   void RunStep() {
     v1::UpdateHeadResponse answer;
-    absl::Status status = ended() ? absl::CancelledError("call cancelled") : Step(&answer);
+    absl::Status status = ended() ? why_ended() : Step(&answer);
     const bool last = !status.ok() || closing_;
     if (last) {
+      if (update_ != nullptr) update_->Fail(status);
       update_.reset();  // before the caller has its answer
       return Conclude(status, answer);
     }

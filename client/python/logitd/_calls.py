@@ -44,6 +44,7 @@ _GET = Codec("GetHeadRequest"), Codec("GetHeadResponse")
 _UNLOAD = Codec("UnloadHeadRequest"), Codec("UnloadHeadResponse")
 _LOAD = Codec("LoadHeadRequest"), Codec("LoadHeadResponse")
 _UPDATE = Codec("UpdateHeadRequest"), Codec("UpdateHeadResponse")
+_ROWS_A_MESSAGE = 256  # of an update: each takes less than 128 bytes, and a message has at most 64 KiB
 HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SAMPLE_STREAM = "/logitd.v1.Sampler/SampleStream"
 SERVING = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")  # grpc.health.v1.HealthCheckResponse.ServingStatus
@@ -85,10 +86,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Receive:
-    """One message, any number of answers. `take` returns False to cancel."""
+    """Any number of messages, which do not wait for answers, and of answers. `take` returns False to cancel."""
 
     method: str
-    message: bytes
+    messages: Sequence[bytes]
     take: Callable[[bytes], bool]
 
 
@@ -428,7 +429,7 @@ class Session:
         for field, value in (("name", name), ("path", path)):
             _arrays.instance(field, value, (str,), "a string")
         request = {"name": name, "path": path, "final_norm": final_norm, "vocab": vocab, "shard": shard}
-        return (yield from self._change_head("Load", _LOAD, request, progress))
+        return (yield from self._change_head("Load", _LOAD, [request], progress))
 
     def update_head(
         self,
@@ -443,14 +444,18 @@ class Session:
             raise InvalidArgument(
                 f"path: got {path!r} and {len(rows)} pieces of weight, bias and norm, allowed a path, or pieces"
             )
-        request = {"name": name, "rows": rows} if path is None else {"name": name, "path": path}
-        return (yield from self._change_head("Update", _UPDATE, request, progress))
+        if path is not None:
+            requests: List[Dict[str, Any]] = [{"name": name, "path": path}]
+        else:
+            starts = range(0, len(rows), _ROWS_A_MESSAGE)
+            requests = [{"name": name, "rows": rows[at : at + _ROWS_A_MESSAGE]} for at in starts]
+        return (yield from self._change_head("Update", _UPDATE, requests, progress))
 
     def _change_head(
         self,
         method: str,
         codecs: Tuple[Codec, Codec],
-        request: Mapping[str, Any],
+        requests: Sequence[Mapping[str, Any]],
         progress: Optional[Callable[[int, int], Any]],
     ) -> Call[results.Head]:
         changed: List[results.Head] = []
@@ -464,7 +469,8 @@ class Session:
             stopped = progress is not None and progress(message.done_bytes, message.total_bytes) is False
             return not stopped
 
-        reply = yield Receive(f"/logitd.v1.Heads/{method}", codecs[0].encode(request), take)
+        messages = [codecs[0].encode(request) for request in requests]
+        reply = yield Receive(f"/logitd.v1.Heads/{method}", messages, take)
         if stopped:
             done = {"Load": "load ended: the head is loaded", "Update": "update ended: the head is updated"}[method]
             raise Cancelled("stopped by progress" + (f" as the {done}" if changed else ""), attempts=1)

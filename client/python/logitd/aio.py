@@ -13,6 +13,7 @@ from typing import (
     AsyncIterator,
     Callable,
     Deque,
+    Iterable,
     List,
     Optional,
     Sequence,
@@ -275,7 +276,8 @@ class AsyncClient(Base):
         return Reply(data=data, seconds=time.monotonic() - start)
 
     async def _receive(self, step: _calls.Receive) -> Reply:
-        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata(step.method))
+        call = self._method("stream_stream", step.method)(metadata=self.options.metadata(step.method))
+        writer = asyncio.ensure_future(_write_all(call, step.messages))
         try:
             async for data in call:
                 if not step.take(data):
@@ -284,6 +286,7 @@ class AsyncClient(Base):
             return _reply_of(error, 0.0)
         finally:
             call.cancel()
+            writer.cancel()
         return Reply()
 
     async def _stream(self, step: _calls.Stream) -> Reply:
@@ -291,15 +294,7 @@ class AsyncClient(Base):
         timeout = None if step.end is None else max(0.0, step.end - start)
         call = self._method("stream_stream", step.method)(timeout=timeout, metadata=self.options.metadata(step.method))
 
-        async def write() -> None:
-            try:
-                for message in step.messages():
-                    await _write(call, message)
-                await call.done_writing()
-            except _ENDED:
-                pass  # the stream has ended; reading tells why
-
-        writer = asyncio.ensure_future(write())
+        writer = asyncio.ensure_future(_write_all(call, step.messages()))
         writer.add_done_callback(lambda done: done.cancelled() or done.exception() is None or call.cancel())
         taken = 0
         reply = Reply()
@@ -337,6 +332,15 @@ def _reply_of(error: Any, seconds: float) -> Reply:
 
 
 _ENDED = (grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError)  # a write met the end of the stream
+
+
+async def _write_all(call: Any, messages: Iterable[bytes]) -> None:
+    try:
+        for message in messages:
+            await _write(call, message)
+        await call.done_writing()
+    except _ENDED:
+        pass  # the stream has ended; reading tells why
 
 
 async def _write(call: Any, message: bytes) -> None:

@@ -376,7 +376,9 @@ class Client(Base):
         return Reply(data=data, seconds=time.monotonic() - start)
 
     def _receive(self, step: _calls.Receive) -> Reply:
-        call = self._method("unary_stream", step.method)(step.message, metadata=self.options.metadata(step.method))
+        call = self._method("stream_stream", step.method)(
+            iter(step.messages), metadata=self.options.metadata(step.method)
+        )
         try:
             for data in call:
                 if not step.take(data):

@@ -64,10 +64,10 @@ class RunningServer:
         self.tcp = listening.group(1)
 
     def metric(self, name):
-        """A metric without labels."""
+        """A metric; of one with labels, the name has them."""
         address = re.search(r"metrics on (\S+)", pathlib.Path(self.directory, "log").read_text()).group(1)
         page = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
-        return float(re.search(rf"^{name} (\S+)", page, re.M).group(1))
+        return float(re.search(rf"^{re.escape(name)} (\S+)", page, re.M).group(1))
 
     def start_when_called(self):
         """Starts it after a client has tried to connect in vain. Returns the thread that does so."""

@@ -6,6 +6,7 @@ import threading
 import logitd
 import numpy as np
 from arena_test import LeaseTestCase
+from harness import until
 from rows_test import write_head
 
 RANDOM = np.random.default_rng(35)
@@ -83,6 +84,27 @@ class HeadUpdateTest(LeaseTestCase):
             self.assertEqual(best.tolist(), (self.hidden @ mixed.T).argmax(axis=1).tolist())
             head = client.update_head("lm", weight=[(200, upper), (0, lower)], arena=arena)
             self.assert_served(client, "second", head.head_version)
+
+    def test_more_pieces_than_a_message_has(self):
+        version = self.first
+        with self.lease() as arena:
+            rows = arena.empty((500, 64))
+            for client in self.both(self.server.unix):
+                for name in ("second", "first"):
+                    rows[:] = self.weights[name]
+                    pieces = [(i, rows[i : i + 1]) for i in reversed(range(500))]
+                    # The last two rows twice, in messages of their own: the last ones win.
+                    head = client.update_head("lm", weight=[(0, rows[1:2]), *pieces, *pieces[-2:]], arena=arena)
+                    version += 1
+                    self.assertEqual(head.head_version, version)
+                    self.assert_served(client, name, version)
+                # A later message is refused: the head stays as it was, and the caller gets the server's reason.
+                count = 'logitd_head_updates_total{code="INVALID_ARGUMENT"}'
+                refused = self.server.metric(count)
+                with self.refused(logitd.InvalidArgument, "rows.first_row: got 500, allowed 0..499"):
+                    client.update_head("lm", weight=[*pieces, (500, rows[:1])], arena=arena)
+                self.assert_served(client, "first", version)
+                until(lambda: self.server.metric(count) == refused + 1)  # noqa: B023
 
     def test_a_stream_keeps_the_version_of_its_first_message(self):
         hidden = np.concatenate([self.hidden] * 6)
