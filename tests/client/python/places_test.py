@@ -45,8 +45,9 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 say(lambda: client.top_k(rows, k=1).indices.dense().tolist())
 """
-# The fork handlers of Debian 12's gRPC crash the parent where a stream is open.
-CRASHES = grpc.__version__.startswith("1.51.")
+# In a process that has used gRPC, the fork handlers of Debian 12's may hang in fork(), and where a stream is open they
+# crash it.
+FORK_IS_BROKEN = grpc.__version__.startswith("1.51.")
 REFUSED = "client: got a call in a process that was forked from the client's, allowed in the client's own"
 
 
@@ -93,7 +94,7 @@ class ForkTest(ServerTestCase):
 
     def test_a_client_is_refused_after_a_fork_and_a_new_one_works(self):
         for arguments, calls in ((["used"], 1), ([], 1), (["stream"], 3)):
-            if arguments == ["stream"] and CRASHES:
+            if arguments and FORK_IS_BROKEN:
                 continue
             lines = self.said(*arguments)
             self.assertEqual(len(lines), calls + 2)
