@@ -143,7 +143,8 @@ CLIENTS = {
     "grpcio_debian": CASES,
     "grpcio_newest": CASES,
     "grpcio_oldest": CASES,
-    "grpcio_python39": CASES,
+    # Where a call ends before its stream has opened, grpcio 1.33.1 may reset that stream, and the peer the connection.
+    "grpcio_python39": without(CASES, ("timeout_on_sleeping_server", "cancel_after_begin")),
     "grpclib": without(CASES, ("compressed_request_is_refused",)),  # it cannot compress
     "grpc_go": CASES,
     "curl": without(CASES + HAND_MADE, ENDS_EARLY, ANSWERED_EARLY),  # hand_made.py has why
