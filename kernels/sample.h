@@ -69,7 +69,7 @@ struct SampleArgs {
   const int32_t* extra_ids = nullptr;    // token ids whose log-probability is wanted, of all rows
   const uint32_t* mask_words = nullptr;  // masks of all rows
   // False: no row has bias, penalties or a mask, and none AsksMore. It picks the variant, never the
-  // bits.
+  // bits; support_size, entropies and raw_entropies are then not written, and may be null.
   bool edited = true;
   int32_t* tokens = nullptr;          // [rows]
   float* logprobs = nullptr;          // [rows], natural log, of the token
@@ -94,9 +94,11 @@ inline SampleArgs RowsFrom(SampleArgs args, int64_t first) {
   args.ranks += first;
   args.logsumexp += first;
   args.status += first;
-  args.support_size += first;
-  args.entropies += first;
-  args.raw_entropies += first;
+  if (args.edited) {
+    args.support_size += first;
+    args.entropies += first;
+    args.raw_entropies += first;
+  }
   return args;
 }
 
@@ -111,9 +113,11 @@ constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, R
     args.tokens[r] = -1;
     args.logprobs[r] = kNothing;
     args.ranks[r] = 0;
-    args.support_size[r] = 0;
-    args.entropies[r] = args.raw_entropies[r] =
-        ask.want_entropy ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    if (args.edited) {
+      args.support_size[r] = 0;
+      args.entropies[r] = args.raw_entropies[r] =
+          ask.want_entropy ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    }
   }
   for (int i = thread; i < ask.top_logprobs; i += threads) {
     args.top_ids[ask.first_top_entry + i] = -1;

@@ -253,9 +253,15 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   AddOutput(arena, batch.top_entries, kUnwrittenFloat, &to->top_logprobs, &args->top_logprobs);
   AddOutput(arena, batch.extra_entries, kUnwrittenFloat, &to->extra_logprobs,
             &args->extra_logprobs);
-  AddOutput(arena, count, kUnwrittenFloat, &to->entropies, &args->entropies);
-  AddOutput(arena, count, kUnwrittenFloat, &to->raw_entropies, &args->raw_entropies);
-  AddOutput(arena, count, kUnwrittenIndex, &to->support_size, &args->support_size);
+  if (args->edited) {
+    AddOutput(arena, count, kUnwrittenFloat, &to->entropies, &args->entropies);
+    AddOutput(arena, count, kUnwrittenFloat, &to->raw_entropies, &args->raw_entropies);
+    AddOutput(arena, count, kUnwrittenIndex, &to->support_size, &args->support_size);
+  } else {  // no row wants them
+    to->entropies.assign(count, 0);
+    to->raw_entropies.assign(count, 0);
+    to->support_size.assign(count, 0);
+  }
   AddOutput(arena, batch.support_entries, kUnwrittenIndex, &to->support_ids, &args->support_ids);
   AddOutput(arena, batch.support_entries, kUnwrittenFloat, &to->support_logprobs,
             &args->support_logprobs);

@@ -107,7 +107,10 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
   args.logprobs[r] = static_cast<float>(support.Logprob(x, drawn.token));
   args.ranks[r] =
       ask.want_rank ? static_cast<int32_t>(1 + CountBefore(row, x, drawn.token, threads)) : 0;
-  args.entropies[r] = args.raw_entropies[r] = 0;
+  if (args.edited) {
+    args.support_size[r] = 0;
+    args.entropies[r] = args.raw_entropies[r] = 0;
+  }
   if (ask.want_entropy) {
     args.raw_entropies[r] = EntropyOf(opened.rows.raw, opened.raw, threads, scratch);
     if (!IsGreedy(ask))
@@ -128,11 +131,8 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
     args.extra_logprobs[ask.first_extra_entry + i] =
         static_cast<float>(support.Logprob(Element(row, id), id));
   }
-  if (ask.want_support > 0) {
+  if (ask.want_support > 0)
     ReportSupport(args, r, opened.rows.processed, drawn.support, threads, scratch.list);
-  } else {
-    args.support_size[r] = 0;
-  }
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

@@ -96,12 +96,14 @@ __global__ void __launch_bounds__(kThreads)
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(KeyLogit(s.sorted[i]), drawn.token);
     args.ranks[r] = ask.want_rank ? i + 1 : 0;
-    args.support_size[r] = 0;
   }
   if (thread == 0) {
     args.logsumexp[r] = Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
     args.status[r] = {RowCode::kOk, -1};
-    args.entropies[r] = args.raw_entropies[r] = 0;  // such a row does not want them
+    if (args.edited) {  // the row wants none of these
+      args.support_size[r] = 0;
+      args.entropies[r] = args.raw_entropies[r] = 0;
+    }
   }
   // No row has ids whose log-probability is wanted, so no other logit is looked at.
   ReportLists(args, ask, static_cast<const float*>(nullptr), support, s);

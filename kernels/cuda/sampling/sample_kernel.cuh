@@ -395,11 +395,26 @@ __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, con
   Support drawn_from{drawn.last, peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask), drawn.log_sum};
   if constexpr (Row::kMayAskMore) {
     if (ChoiceIsOn(ask)) drawn_from.chosen = &Finish().draw.chosen;
+    if (threadIdx.x == 0) {
+      if (ask.want_support == 0) args.support_size[r] = 0;
+      if (!ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
+    }
     if (ask.want_support > 0) ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
     if (ask.want_entropy) WriteEntropies(args, r, ask, sent, raw, row, drawn_from);
     return needs.is_sent ? SentSupport(ask, sent, raw, /*is_summed=*/needs.twice) : drawn_from;
   } else {
     return needs.is_sent ? RawSupport(raw) : drawn_from;
+  }
+}
+
+// Copies the row into shared memory: each of its lines in device memory would be waited for when it
+// is first looked at. By all threads, which see the copy after a barrier.
+__device__ __forceinline__ void CopyRow(const SampleRow& from, SampleRow* to) {
+  constexpr int kWords = sizeof(SampleRow) / sizeof(uint64_t);
+  static_assert(kWords * sizeof(uint64_t) == sizeof(SampleRow));
+  if (threadIdx.x < kWords) {
+    reinterpret_cast<uint64_t*>(to)[threadIdx.x] =
+        reinterpret_cast<const uint64_t*>(&from)[threadIdx.x];
   }
 }
 
@@ -419,7 +434,8 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   AwaitEarlierKernels();
   const SampleArgs& args = p.args;
   const int r = static_cast<int>(blockIdx.x) / p.blocks;
-  const SampleRow& ask = args.rows[r];
+  __shared__ SampleRow ask;
+  CopyRow(args.rows[r], &ask);
   const int vocab = static_cast<int>(args.logits.cols);
   const Part part = Part::Of(static_cast<int>(blockIdx.x) - r * p.blocks, p.blocks, p.cells, vocab);
   DrawShared& s = memory.finish.draw;
@@ -428,6 +444,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
   // Read.
   RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
+  __syncthreads();                          // `ask` is there
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
   if (ask.active == 0) return stream.Abandon();
   const RowNeeds needs(p, ask, vocab, kEditable);
@@ -519,8 +536,6 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
     args.tokens[r] = drawn.token;
     args.logprobs[r] = support.Logprob(x, drawn.token);
     args.ranks[r] = is_first && ask.want_rank ? 1 : rank;
-    if (!Row::kMayAskMore || ask.want_support == 0) args.support_size[r] = 0;
-    if (!Row::kMayAskMore || !ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
   }
   if (needs.lists_are_sorted) ReportLists(args, ask, mode_row, support, s);
   if (Row::kMayAskMore && ask.top_logprobs > kListed)
