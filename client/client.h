@@ -66,11 +66,12 @@ template <typename Answer>
 struct LogitsResult {
   Answer answer;
   // [rows + 1]; the top tokens of row i are entries [top_offsets[i], top_offsets[i + 1]), and its
-  // extra ids and its support's tokens are likewise. Only Sample and Verify have supports, and TopK
-  // has no extra ids.
+  // extra ids, its support's tokens and its draws are likewise. Only Sample and Verify have
+  // supports, only Sample has draws, and TopK has no extra ids.
   std::vector<int64_t> top_offsets = {0};
   std::vector<int64_t> extra_offsets = {0};
   std::vector<int64_t> support_offsets = {0};
+  std::vector<int64_t> draw_offsets = {0};
   int messages = 0;
   absl::Duration round_trip;  // this client's clock, last attempt only; ScoreStream: the whole call
   int attempts = 0;           // ScoreStream: how often a stream was opened

@@ -32,9 +32,9 @@ constexpr PhiloxBlock Philox4x32(uint64_t key, uint64_t counter_low, uint64_t co
   return {{c0, c1, c2, c3}};
 }
 
-// The 64 uniform bits of the draw at `position` of the sequence `seed`.
-constexpr uint64_t UniformBits(uint64_t seed, uint64_t position) {
-  const PhiloxBlock block = Philox4x32(seed, position, 0);
+// The 64 uniform bits of draw `draw`, from 0, at `position` of the sequence `seed`.
+constexpr uint64_t UniformBits(uint64_t seed, uint64_t position, uint32_t draw = 0) {
+  const PhiloxBlock block = Philox4x32(seed, position, draw);
   return block.word[0] | uint64_t{block.word[1]} << 32;
 }
 

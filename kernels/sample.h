@@ -39,6 +39,9 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 // (logit after the edits descending, index ascending), with their processed log-probabilities in
 // every mode. The support of a greedy row is its token.
 //
+// A row with draws n gets n tokens, drawn independently from the same distribution, with their
+// log-probabilities of its mode. The first is its token. A greedy row repeats its token.
+//
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after the edits: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
 // -inf; its support has size 0; its logsumexp is NaN, or that of the row as sent. Other rows are
@@ -84,6 +87,8 @@ struct SampleArgs {
   float* support_logprobs = nullptr;  // [support entries], of the distribution drawn from
   float* entropies = nullptr;         // [rows], of the distribution drawn from; 0 where not wanted
   float* raw_entropies = nullptr;     // [rows], of the row as sent; 0 where not wanted
+  int32_t* draw_tokens = nullptr;     // [draw entries], in the order of the draws
+  float* draw_logprobs = nullptr;     // [draw entries]
 };
 
 // The arguments of the rows from `first` on. The logits stay as they are.
@@ -128,6 +133,10 @@ constexpr void Refuse(const SampleArgs& args, int64_t r, const SampleRow& ask, R
   for (int i = thread; i < ask.want_support; i += threads) {
     args.support_ids[ask.first_support_entry + i] = -1;
     args.support_logprobs[ask.first_support_entry + i] = kNothing;
+  }
+  for (int i = thread; i < ask.draws; i += threads) {
+    args.draw_tokens[ask.first_draw_entry + i] = -1;
+    args.draw_logprobs[ask.first_draw_entry + i] = kNothing;
   }
 }
 

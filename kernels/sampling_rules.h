@@ -27,6 +27,7 @@ inline constexpr int32_t kMaxTopLogprobs = 1024;
 inline constexpr int32_t kMaxExtraIds = 1024;
 inline constexpr int32_t kMaxHistory = 1 << 20;
 inline constexpr int32_t kMaxSupport = 1024;
+inline constexpr int32_t kMaxDraws = 1024;
 inline constexpr int32_t kMostKept = 128;  // of KeptTokens
 
 // One row's parameters, and the places of its lists and answers. All bytes zero: the row is
@@ -41,6 +42,7 @@ struct SampleRow {
   int64_t first_top_entry;      // answers [first_top_entry, first_top_entry + top_logprobs)
   int64_t first_extra_entry;    // answers [first_extra_entry, first_extra_entry + extra_count)
   int64_t first_support_entry;  // answers [first_support_entry, first_support_entry + want_support)
+  int64_t first_draw_entry;     // answers [first_draw_entry, first_draw_entry + draws)
   int32_t active;               // 1; 0 = skip the row
   float temperature;            // finite, >= 0; 0 = the highest logit, nothing random
   int32_t top_k;                // >= -1; -1, 0, and vocab or more = off
@@ -60,10 +62,11 @@ struct SampleRow {
   int32_t top_logprobs;         // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
   int32_t want_support;  // 0..min(kMaxSupport, vocab)
+  int32_t draws;         // 0..kMaxDraws: tokens to report of this row, the first of them its token
   bool want_rank;        // the token's rank is reported; it may cost a further look at the row
   bool want_entropy;     // both entropies are reported
 };
-static_assert(sizeof(SampleRow) == 152);
+static_assert(sizeof(SampleRow) == 168);
 
 // The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
@@ -94,6 +97,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
      0,
      {.low = 0, .high = kMaxSupport, .up_to_vocab = true}},
     {"want_entropy", &SampleRow::want_entropy, 0, {.low = 0, .high = 1}},
+    {"draws", &SampleRow::draws, 0, {.low = 0, .high = kMaxDraws}},
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 
@@ -117,6 +121,9 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 //                the tokens with a share >= xtc_threshold, except the last of them in the order
 //   draw         with w = exp(z - max), the lowest i of what is left, in index order, with
 //                sum_{j <= i} w_j > UniformBits(seed, position) / 2^64 * sum w
+//
+// A row with draws > 1 is drawn from as often: draw j, from 0, by UniformBits(seed, position, j).
+// The steps before the draw are done once, xtc by its one coin. Draw 0 is the row's token.
 //
 // The edits are bias, penalties and mask. They round to f32 after every operation. Where infinities
 // of both signs meet, the result is -inf: a ban wins. Equal logits (-0 equals +0) rank by ascending
@@ -217,7 +224,7 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
 // smaller.
 constexpr bool AsksMore(const SampleRow& ask) {
   return ask.logprob_mode == LogprobMode::kTempered || ask.want_support > 0 || ask.want_entropy ||
-         ask.top_logprobs > kMostKept || ChoiceIsOn(ask);
+         ask.top_logprobs > kMostKept || ask.draws > 0 || ChoiceIsOn(ask);
 }
 
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and

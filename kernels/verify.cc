@@ -16,6 +16,15 @@ absl::Status CheckCoin(const SampleRow& row, const VerifyDraft& draft, size_t r)
                       row.xtc_probability, r));
 }
 
+absl::Status CheckDraws(absl::Span<const SampleRow> rows) {
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (rows[r].draws == 0) continue;
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "draws: got %d at row %d, allowed 0: a sequence has one token at a row", rows[r].draws, r));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
@@ -63,6 +72,7 @@ absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
 
 absl::Status CheckVerify(const VerifyRequest& request) {
   LOGITD_RETURN_IF_ERROR(CheckSample(request.sample));
+  LOGITD_RETURN_IF_ERROR(CheckDraws(request.sample.params));
   const auto rows = static_cast<int64_t>(request.sample.params.size());
   if (request.drafts.size() != request.sample.params.size()) {
     return absl::InvalidArgumentError(

@@ -60,7 +60,7 @@ struct GenerateFlags {
   SamplingFlags sampling = {.params =
                                 FlagsOf(*v1::SampleRequest::descriptor(),
                                         {"logit_bias", "logit_bias_ids", "allowed_tokens_mask",
-                                         "position", "history", "extra_ids"})};
+                                         "position", "history", "extra_ids", "draws"})};
 };
 int RunGenerate(const Session& session, const GenerateFlags& flags);
 

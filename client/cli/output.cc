@@ -128,6 +128,13 @@ std::string Table(const SampleOutput& output) {
       absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
                             a.extra_logprobs(static_cast<int>(e)));
     }
+    if (a.draw_count_size() > 0) {
+      for (int64_t e = result.draw_offsets[row]; e < result.draw_offsets[row + 1]; ++e) {
+        const int entry = static_cast<int>(e);
+        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "draw", a.draw_tokens(entry), "",
+                              a.draw_logprobs(entry));
+      }
+    }
     if (a.support_count_size() > 0) {
       absl::StrAppendFormat(&out, "%6s %8s of %d tokens\n", "support", "", a.support_size(row));
       for (int64_t e = result.support_offsets[row]; e < result.support_offsets[row + 1]; ++e) {

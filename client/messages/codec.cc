@@ -136,6 +136,13 @@ bool SizesAgree(LogitsResult<Answer>* result) {
                    {a.support_ids_size(), a.support_logprobs_size()})) {
         return false;
       }
+      if constexpr (std::is_same_v<Answer, v1::SampleResponse>) {
+        if (!all_or_none({a.draw_count_size()}) ||
+            !Offsets(a.draw_count(), &result->draw_offsets) ||
+            !all_are(result->draw_offsets.back(), {a.draw_tokens_size(), a.draw_logprobs_size()})) {
+          return false;
+        }
+      }
     }
     return all_are(rows, {a.top_count_size(), a.extra_count_size()}) &&
            Offsets(a.top_count(), &result->top_offsets) &&

@@ -25,6 +25,7 @@ enum SampleAxis : size_t {
   kSampleTopEntries,
   kSampleExtraEntries,
   kSampleSupportEntries,
+  kSampleDrawEntries,
   kSampleAxes
 };
 
@@ -49,10 +50,13 @@ inline constexpr engine::Output<int32_t> kSampleSupportIds{9, kSampleSupportEntr
 inline constexpr engine::Output<float> kSampleSupportLogprobs{10, kSampleSupportEntries};
 inline constexpr engine::Output<float> kSampleEntropies{11, kSampleRows};
 inline constexpr engine::Output<float> kSampleRawEntropies{12, kSampleRows};
-inline constexpr auto kSampleOutputs = engine::ArraysOf(
-    kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus, kSampleTopIds,
-    kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes, kSampleSupportIds,
-    kSampleSupportLogprobs, kSampleEntropies, kSampleRawEntropies);
+inline constexpr engine::Output<int32_t> kSampleDrawTokens{13, kSampleDrawEntries};
+inline constexpr engine::Output<float> kSampleDrawLogprobs{14, kSampleDrawEntries};
+inline constexpr auto kSampleOutputs =
+    engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
+                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes,
+                     kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
+                     kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs);
 
 // Bits of JobSpec::wanted. Some row may need more than a few of its first tokens; the other rows
 // need at most JobSpec::max_row_entries.
@@ -83,7 +87,9 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .support_ids = batch.Out(kSampleSupportIds),
           .support_logprobs = batch.Out(kSampleSupportLogprobs),
           .entropies = batch.Out(kSampleEntropies),
-          .raw_entropies = batch.Out(kSampleRawEntropies)};
+          .raw_entropies = batch.Out(kSampleRawEntropies),
+          .draw_tokens = batch.Out(kSampleDrawTokens),
+          .draw_logprobs = batch.Out(kSampleDrawLogprobs)};
 }
 
 inline constexpr engine::OpTraits kSampleTraits = {
@@ -114,6 +120,7 @@ inline constexpr RowPlace<SampleRow> kSamplePlaces[] = {
     {kSampleTopEntries, &SampleRow::first_top_entry, &SampleRow::top_logprobs},
     {kSampleExtraEntries, &SampleRow::first_extra_entry, &SampleRow::extra_count},
     {kSampleSupportEntries, &SampleRow::first_support_entry, &SampleRow::want_support},
+    {kSampleDrawEntries, &SampleRow::first_draw_entry, &SampleRow::draws},
 };
 
 // The rows of one job and their lists: see job_rows.h.

@@ -21,15 +21,16 @@ inline constexpr engine::Input<int32_t> kVerifyInDraftIds{6, kVerifyDraftIds};
 inline constexpr engine::Input<float> kVerifyInDraftProbs{7, kVerifyDraftProbs};
 inline constexpr engine::Input<VerifySequence> kVerifyInSequences{8, kVerifySequences};
 
-inline constexpr engine::Output<int32_t> kVerifyAccepted{13, kVerifySequences};
+inline constexpr engine::Output<int32_t> kVerifyAccepted{15, kVerifySequences};
 
 inline constexpr auto kVerifyInputs = engine::ArraysOf(
     kSampleInRows, kSampleInHistory, kSampleInBias, kSampleInExtraIds, kSampleInMaskWords,
     kVerifyInDrafts, kVerifyInDraftIds, kVerifyInDraftProbs, kVerifyInSequences);
-inline constexpr auto kVerifyOutputs = engine::ArraysOf(
-    kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus, kSampleTopIds,
-    kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes, kSampleSupportIds,
-    kSampleSupportLogprobs, kSampleEntropies, kSampleRawEntropies, kVerifyAccepted);
+inline constexpr auto kVerifyOutputs =
+    engine::ArraysOf(kSampleTokens, kSampleLogprobs, kSampleRanks, kSampleLogsumexp, kSampleStatus,
+                     kSampleTopIds, kSampleTopLogprobs, kSampleExtraLogprobs, kSampleSupportSizes,
+                     kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
+                     kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs, kVerifyAccepted);
 
 inline constexpr engine::OpTraits kVerifyTraits = {
     .name = "verify",

@@ -91,6 +91,28 @@ TEST_P(SampleTransportTest, SupportsAreWhatTheFiltersLeaveUpToTheirCaps) {
   EXPECT_EQ(response.support_size_size() + response.support_count_size(), 0);
 }
 
+// The random bits of the draws of seed 0, as fractions: 0.8805, 0.9397, 0.7129, 0.0678 at position
+// 0; 0.3621, 0.8507 at 1.
+TEST_P(SampleTransportTest, ARowIsDrawnFromAsOftenAsItAsksFor) {
+  const float ln2 = std::log(2.0f);
+  const std::vector<float> logits = {ln2, 0, 0, ln2, 0, 0, ln2, 0, 0};  // 0.5, 0.25, 0.25
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 3);
+  request.add_seed(0);
+  for (uint64_t position : {0, 1, 0}) request.add_position(position);
+  for (int n : {4, 0, 1}) request.add_draws(n);
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(2, 0, 2));
+  EXPECT_THAT(response.draw_count(), ElementsAre(4, 0, 1));
+  EXPECT_THAT(response.draw_tokens(), ElementsAre(2, 2, 1, 0, 2));
+  const std::vector<float> want = {-2 * ln2, -2 * ln2, -2 * ln2, -ln2, -2 * ln2};
+  for (int i = 0; i < 5; ++i) EXPECT_NEAR(response.draw_logprobs(i), want[i], 1e-6) << i;
+  request.clear_draws();
+  ASSERT_TRUE(Sample(*stub_, request, &response).ok());
+  EXPECT_EQ(response.draw_count_size() + response.draw_tokens_size(), 0);
+}
+
 TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   const std::vector<float> row = {5, 4, 3, 2};
   std::vector<float> logits;

@@ -97,6 +97,7 @@ inline v1::SampleRequest Drawn(int64_t rows, uint32_t seed) {
   if (seed % 5 == 1) request.add_min_p(0.01f);
   if (seed % 5 == 2) request.add_top_n_sigma(2);
   if (seed % 3 == 0) request.add_want_support(40);
+  if (seed % 4 == 2) request.add_draws(5);
   request.add_repetition_penalty(1.2f);
   request.add_top_logprobs(3);
   return request;

@@ -39,6 +39,7 @@ struct SampleBatch {
   int64_t top_entries = 0;
   int64_t extra_entries = 0;
   int64_t support_entries = 0;
+  int64_t draw_entries = 0;
   bool says_edited = false;  // even if no row is
 };
 
@@ -56,6 +57,8 @@ struct SampleAnswer {
   std::vector<int32_t> support_size;  // [rows]
   std::vector<int32_t> support_ids;   // [support entries]
   std::vector<float> support_logprobs;
+  std::vector<int32_t> draw_tokens;  // [draw entries]
+  std::vector<float> draw_logprobs;
 };
 
 // What a call of verify is given in addition.
@@ -265,6 +268,8 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   AddOutput(arena, batch.support_entries, kUnwrittenIndex, &to->support_ids, &args->support_ids);
   AddOutput(arena, batch.support_entries, kUnwrittenFloat, &to->support_logprobs,
             &args->support_logprobs);
+  AddOutput(arena, batch.draw_entries, kUnwrittenIndex, &to->draw_tokens, &args->draw_tokens);
+  AddOutput(arena, batch.draw_entries, kUnwrittenFloat, &to->draw_logprobs, &args->draw_logprobs);
 }
 
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {

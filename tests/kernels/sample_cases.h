@@ -63,6 +63,7 @@ struct SampleAsk {
   bool want_rank = true;
   bool want_entropy = false;
   int32_t want_support = 0;
+  int32_t draws = 0;
 };
 
 struct SampleClaim {
@@ -83,6 +84,8 @@ struct SampleClaim {
   int32_t support_size = 0;
   std::vector<int32_t> support_ids = {};  // want_support of them
   std::vector<float> support_logprobs = {};
+  std::vector<int32_t> draw_tokens = {};  // `draws` of them
+  std::vector<float> draw_logprobs = {};
 };
 
 // The claim's row, whose lists are the claim's.
@@ -109,6 +112,7 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.want_rank = ask.want_rank;
   row.want_entropy = ask.want_entropy;
   row.want_support = ask.want_support;
+  row.draws = ask.draws;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
   row.bias_count = static_cast<int32_t>(claim.bias.size());
@@ -549,6 +553,77 @@ inline const std::vector<SampleClaim>& SampleChoiceClaims() {
   return claims;
 }
 
+// With seed 0 the draws at position 0 have the bits 0.8805, 0.9397, 0.7129, 0.0678, those at
+// position 1 0.3621, 0.8507, 0.1352, 0.9178.
+inline const std::vector<SampleClaim>& SampleDrawsClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "one draw is the row's token", .logits = {5, 5},
+       .ask = {.position = kAt088, .draws = 1}, .token = 1, .logprob = -ln2, .rank = 2,
+       .draw_tokens = {1}, .draw_logprobs = {-ln2}},
+      // Prefix sums 0.25, 0.5, 0.75, 1.
+      {.name = "each draw has bits of its own", .logits = {1, 1, 1, 1},
+       .ask = {.position = kAt088, .draws = 4}, .token = 3, .logprob = -ln4, .rank = 4,
+       .draw_tokens = {3, 3, 2, 0}, .draw_logprobs = {-ln4, -ln4, -ln4, -ln4}},
+      // 0.25 and 0.75, at temperature 2.
+      {.name = "draws are at the temperature, and raw log-probabilities are not",
+       .logits = {0, 2 * ln3},
+       .ask = {.position = kAt036, .temperature = 2, .draws = 4}, .token = 1,
+       .logprob = -0.10536052f, .rank = 1, .draw_tokens = {1, 1, 0, 1},
+       .draw_logprobs = {-0.10536052f, -0.10536052f, -2.3025851f, -0.10536052f}},
+      {.name = "tempered log-probabilities of draws", .logits = {0, 2 * ln3},
+       .ask = {.position = kAt036, .temperature = 2, .tempered = true, .draws = 4}, .token = 1,
+       .logprob = ln3 - ln4, .rank = 1, .draw_tokens = {1, 1, 0, 1},
+       .draw_logprobs = {ln3 - ln4, ln3 - ln4, -ln4, ln3 - ln4}},
+      // 2/3 and 1/3 of what top_k leaves.
+      {.name = "draws are from what the filters leave", .logits = {ln2, 0, 0},
+       .ask = {.position = kAt088, .top_k = 2, .processed = true, .draws = 4}, .token = 1,
+       .logprob = -ln3, .rank = 2, .draw_tokens = {1, 1, 1, 0},
+       .draw_logprobs = {-ln3, -ln3, -ln3, ln2 - ln3}},
+      // 2^43 each of 200, of which typical_p keeps the first 100.
+      {.name = "draws of more tokens than the kernel lists",
+       .logits = std::vector<float>(200, 0.0f),
+       .ask = {.position = kAt088, .typical_p = 0.5f, .processed = true, .draws = 4}, .token = 88,
+       .logprob = -std::log(100.0f), .rank = 89, .draw_tokens = {88, 93, 71, 6},
+       .draw_logprobs = std::vector<float>(4, -std::log(100.0f))},
+      {.name = "draws from a whole row of several cells", .logits = std::vector<float>(5000, 3.0f),
+       .ask = {.position = kAt036, .processed = true, .draws = 4}, .token = 1810,
+       .logprob = -std::log(5000.0f), .rank = 1811, .draw_tokens = {1810, 4253, 675, 4589},
+       .draw_logprobs = std::vector<float>(4, -std::log(5000.0f))},
+      // The coin of the first draw, 0.6055, shows.
+      {.name = "xtc's coin is that of the first draw", .logits = {0, 0},
+       .ask = {.position = kAt088, .xtc_threshold = 0.5f, .xtc_probability = 0.606f,
+               .processed = true, .draws = 4},
+       .token = 1, .logprob = 0, .rank = 2, .draw_tokens = {1, 1, 1, 1},
+       .draw_logprobs = {0, 0, 0, 0}},
+      {.name = "draws are of the logits after bias, penalties and mask", .logits = {0, 0, 9, 0},
+       .ask = {.position = kAt036, .presence = ln2, .processed = true, .draws = 4},
+       .history = {0}, .bias = {{0, ln2}, {3, ln2}}, .mask_words = {0b1011}, .token = 1,
+       .logprob = -ln4, .rank = 3, .draw_tokens = {1, 3, 0, 3},
+       .draw_logprobs = {-ln4, -ln2, -ln4, -ln2}},
+      {.name = "draws of a masked row without more to report", .logits = {7, 7, 7, 7},
+       .ask = {.position = kAt036, .want_rank = false, .draws = 3}, .mask_words = {0b1010},
+       .token = 1, .logprob = -ln4, .rank = 0, .draw_tokens = {1, 3, 1},
+       .draw_logprobs = {-ln4, -ln4, -ln4}},
+      {.name = "a greedy row repeats its token", .logits = {1, 3, 3},
+       .ask = {.position = kAt088, .temperature = 0, .processed = true, .draws = 3}, .token = 1,
+       .logprob = 0, .rank = 1, .draw_tokens = {1, 1, 1}, .draw_logprobs = {0, 0, 0}},
+      {.name = "draws share plus inf", .logits = {kInf, 5, kInf},
+       .ask = {.position = kAt036, .processed = true, .draws = 4}, .token = 0, .logprob = -ln2,
+       .rank = 1, .draw_tokens = {0, 2, 0, 2}, .draw_logprobs = {-ln2, -ln2, -ln2, -ln2}},
+      {.name = "a refused row has no draws", .logits = {1, kNan},
+       .ask = {.position = kAt003, .draws = 2}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}, .draw_tokens = {-1, -1}, .draw_logprobs = {-kInf, -kInf}},
+      {.name = "a row with every token masked has no draws", .logits = {1, 2},
+       .ask = {.position = kAt003, .draws = 1}, .mask_words = {0}, .token = -1, .logprob = -kInf,
+       .rank = 0, .status = {RowCode::kEmptySupport, -1}, .draw_tokens = {-1},
+       .draw_logprobs = {-kInf}},
+      // clang-format on
+  };
+  return claims;
+}
+
 // Bias, penalties, masks, statuses, and where weights round to 0.
 inline const std::vector<SampleClaim>& SampleEditClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
@@ -652,7 +727,8 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
                                   .bias = claim.bias,
                                   .mask_words = claim.mask_words,
                                   .top_entries = claim.ask.top_logprobs,
-                                  .support_entries = claim.ask.want_support});
+                                  .support_entries = claim.ask.want_support,
+                                  .draw_entries = claim.ask.draws});
   if (!got.ok()) return got.status().ToString();
   const auto near = [](float a, float b) {
     return a == b || std::fabs(a - b) <= 2e-6f * (1 + std::fabs(b));
@@ -689,6 +765,14 @@ inline std::string BrokenClaim(OpRunner& runner, const SampleClaim& claim) {
     return absl::StrFormat("support %d: got %d %.9g, want %d %.9g", i, got->support_ids[i],
                            got->support_logprobs[i], claim.support_ids[i],
                            claim.support_logprobs[i]);
+  }
+  for (size_t i = 0; i < claim.draw_tokens.size(); ++i) {
+    if (got->draw_tokens[i] == claim.draw_tokens[i] &&
+        near(got->draw_logprobs[i], claim.draw_logprobs[i])) {
+      continue;
+    }
+    return absl::StrFormat("draw %d: got %d %.9g, want %d %.9g", i, got->draw_tokens[i],
+                           got->draw_logprobs[i], claim.draw_tokens[i], claim.draw_logprobs[i]);
   }
   return "";
 }
@@ -864,6 +948,10 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   }
   row.first_support_entry = batch.support_entries;
   batch.support_entries += row.want_support + 1;
+  if (row.seed / 512 % 4 == 0)
+    row.draws = static_cast<int32_t>(row.seed / 2048 % 5 == 0 ? kMaxDraws : row.seed / 8192 % 6);
+  row.first_draw_entry = batch.draw_entries;
+  batch.draw_entries += row.draws + 1;
   if (one_in(10)) {
     row.active = 0;
     row.temperature = -1;  // a skipped row's parameters are not looked at
@@ -883,7 +971,9 @@ inline std::string FirstWrongRow(OpRunner& runner, const SampleCase& c, const Ho
     if (got->top_ids[row.first_top_entry + row.top_logprobs] != kUnwrittenIndex ||
         got->extra_logprobs[row.first_extra_entry + row.extra_count] != kUnwrittenFloat ||
         (batch.support_entries > 0 &&
-         got->support_ids[row.first_support_entry + row.want_support] != kUnwrittenIndex)) {
+         got->support_ids[row.first_support_entry + row.want_support] != kUnwrittenIndex) ||
+        (batch.draw_entries > 0 &&
+         got->draw_tokens[row.first_draw_entry + row.draws] != kUnwrittenIndex)) {
       difference = "wrote after its entries";
     } else if (skipped) {
       if (got->tokens[r] != kUnwrittenIndex) difference = "wrote for a skipped row";
@@ -1131,6 +1221,8 @@ inline std::string SampleBits(const SampleAnswer& got, const SampleRow& row, int
   add(&got.support_size[r], 1);
   add(got.support_ids.data() + row.first_support_entry, row.want_support);
   add(got.support_logprobs.data() + row.first_support_entry, row.want_support);
+  add(got.draw_tokens.data() + row.first_draw_entry, row.draws);
+  add(got.draw_logprobs.data() + row.first_draw_entry, row.draws);
   return bits;
 }
 
@@ -1222,6 +1314,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaimOfTemperedLogprobs", SampleTemperedClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfEntropies", SampleEntropyClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfSupports", SampleSupportClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfDraws", SampleDrawsClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

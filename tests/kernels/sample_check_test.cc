@@ -134,6 +134,11 @@ const CheckCase kCases[] = {
        row.top_logprobs = 1025;
      },
      "top_logprobs: got 1025 at row 1, allowed 0..1024"},
+    {"draws beyond the vocabulary", [](Asked&, SampleRow& row) { row.draws = 1024; }, ""},
+    {"draws above their limit", [](Asked&, SampleRow& row) { row.draws = 1025; },
+     "draws: got 1025 at row 1, allowed 0..1024"},
+    {"draws of less than nothing", [](Asked&, SampleRow& row) { row.draws = -1; },
+     "draws: got -1 at row 1, allowed 0..1024"},
     {"tempered mode", [](Asked&, SampleRow& row) { row.logprob_mode = LogprobMode::kTempered; },
      ""},
     {"unknown mode", [](Asked&, SampleRow& row) { row.logprob_mode = static_cast<LogprobMode>(3); },

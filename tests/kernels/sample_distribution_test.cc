@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -241,6 +242,57 @@ TEST_F(SampleDistributionTest, SeedsAreIndependent) {
   const double want = kDraws / 2 / 16.0;
   for (double got : pairs) chi_square += (got - want) * (got - want) / want;
   EXPECT_GT(ChiSquareTail(chi_square, 15), kFalseAlarm);
+}
+
+// The draws of one row: as good as many positions, and neighbours independent of each other.
+TEST_F(SampleDistributionTest, DrawsOfARowAreIndependent) {
+  struct Case {
+    const char* name;
+    void (*change)(SampleRow&);
+    std::vector<double> p;
+  };
+  const std::vector<Case> cases = {
+      {"unfiltered",
+       [](SampleRow&) {},
+       {4 / 32.0, 16 / 32.0, 1 / 32.0, 8 / 32.0, 2 / 32.0, 1 / 32.0}},
+      {"top_k", [](SampleRow& row) { row.top_k = 3; }, {4 / 28.0, 16 / 28.0, 0, 8 / 28.0, 0, 0}}};
+  const auto vocab = static_cast<int64_t>(FilterCaseLogits().size());
+  HostTensor tensor(DType::kF32, kBatchRows, vocab, vocab, 0);
+  SampleBatch batch;
+  for (int64_t r = 0; r < kBatchRows; ++r) {
+    for (int64_t c = 0; c < vocab; ++c) tensor.Set(r, c, FilterCaseLogits()[c]);
+    batch.rows.push_back(PlainRow());
+    batch.rows[r].seed = 77;
+    batch.rows[r].draws = kMaxDraws;
+    batch.rows[r].first_draw_entry = r * kMaxDraws;
+  }
+  batch.draw_entries = kBatchRows * kMaxDraws;
+  for (const Case& c : cases) {
+    std::vector<double> pairs(vocab * vocab);
+    for (int64_t first = 0; first < kDraws; first += batch.draw_entries) {
+      for (int64_t r = 0; r < kBatchRows; ++r) {
+        c.change(batch.rows[r]);
+        batch.rows[r].position = first / kMaxDraws + r;
+      }
+      const SampleAnswer got = runner_->Sample(tensor, batch).value();
+      for (int64_t i = 0; i < batch.draw_entries; i += 2)
+        ++pairs[got.draw_tokens[i] * vocab + got.draw_tokens[i + 1]];
+    }
+    const double count = std::accumulate(pairs.begin(), pairs.end(), 0.0);
+    double chi_square = 0;
+    int cells = 0;
+    for (int64_t i = 0; i < vocab * vocab; ++i) {
+      const double want = c.p[i / vocab] * c.p[i % vocab] * count;
+      if (want == 0) {
+        EXPECT_EQ(pairs[i], 0) << c.name;
+        continue;
+      }
+      ASSERT_GE(want, 10) << c.name;
+      chi_square += (pairs[i] - want) * (pairs[i] - want) / want;
+      ++cells;
+    }
+    EXPECT_GT(ChiSquareTail(chi_square, cells - 1), kFalseAlarm) << c.name << " " << chi_square;
+  }
 }
 
 }  // namespace

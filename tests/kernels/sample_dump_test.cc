@@ -68,6 +68,9 @@ std::string Describe(const HostTensor& tensor, int64_t r, const SampleBatch& bat
   const auto first = got.support_ids.begin() + row.first_support_entry;
   absl::StrAppendFormat(&line, "\"support_size\": %d, \"support_ids\": [%s], ", got.support_size[r],
                         absl::StrJoin(first, first + row.want_support, ", "));
+  const auto first_draw = got.draw_tokens.begin() + row.first_draw_entry;
+  absl::StrAppendFormat(&line, "\"draw_tokens\": [%s], ",
+                        absl::StrJoin(first_draw, first_draw + row.draws, ", "));
   absl::StrAppendFormat(&line, "\"token\": %d, \"logprob\": %d, \"rank\": %d}", got.tokens[r],
                         BitsOf(got.logprobs[r]), got.ranks[r]);
   return line;

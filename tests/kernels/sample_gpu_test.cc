@@ -36,6 +36,7 @@ TEST_F(SampleGpuTest, VerifyAgreesWithTheCpuBackend) {
     for (int64_t r = 0; r < rows; ++r) {
       FillRow(tensor, r, Fill::kNormal, 11);
       AddRandomRow(batch, vocab, random);
+      batch.rows.back().draws = 0;
       batch.rows.back().active = 1;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
     }

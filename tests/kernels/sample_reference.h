@@ -157,23 +157,11 @@ class ReferenceSample {
   // The entropy of the row as sent; NaN where all its logits are -inf.
   double RawEntropy() const { return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order, 1); }
 
-  // Whether `token` is what the bits point at in `support`, or so close that rounding decides.
-  bool Accepts(const ReferenceSupport& support, int32_t token) const {
+  // Whether `token` is what the bits of draw `draw` point at in `support`, or so close that
+  // rounding decides.
+  bool Accepts(const ReferenceSupport& support, int32_t token, uint32_t draw = 0) const {
     if (ask_.temperature == 0) return token == processed_.order[0];
-    std::vector<int32_t> ids = IdsOf(support);
-    std::sort(ids.begin(), ids.end());
-    const double reach =
-        std::ldexp(static_cast<double>(UniformBits(ask_.seed, ask_.position)), -64);
-    const double slack = ids.size() == 1 ? 0 : kShift + RoundedWeights(support);
-    double before = 0;
-    for (int32_t id : ids) {
-      const double share = processed_.Weight(id, Temperature()) / support.sum;
-      if (id == token) {
-        return share > 0 && before - slack <= reach && reach < before + share + slack;
-      }
-      before += share;
-    }
-    return false;
+    return Accepts(BordersOf(support), token, draw);
   }
 
   // "" where row r of the answer is right for one of the supports.
@@ -193,6 +181,32 @@ class ReferenceSample {
   }
 
  private:
+  // The tokens of a support by ascending id, with their prefix sums as shares of its sum.
+  struct Borders {
+    std::vector<int32_t> ids;
+    std::vector<double> through;
+    double slack;
+  };
+  Borders BordersOf(const ReferenceSupport& support) const {
+    Borders borders{.ids = IdsOf(support), .through = {}, .slack = 0};
+    std::sort(borders.ids.begin(), borders.ids.end());
+    if (borders.ids.size() > 1) borders.slack = kShift + RoundedWeights(support);
+    double through = 0;
+    for (int32_t id : borders.ids)
+      borders.through.push_back(through += processed_.Weight(id, Temperature()) / support.sum);
+    return borders;
+  }
+  bool Accepts(const Borders& borders, int32_t token, uint32_t draw) const {
+    const auto at = std::lower_bound(borders.ids.begin(), borders.ids.end(), token);
+    if (at == borders.ids.end() || *at != token) return false;
+    const auto i = static_cast<size_t>(at - borders.ids.begin());
+    const double before = i == 0 ? 0 : borders.through[i - 1];
+    const double reach =
+        std::ldexp(static_cast<double>(UniformBits(ask_.seed, ask_.position, draw)), -64);
+    return processed_.Weight(token, Temperature()) > 0 && before - borders.slack <= reach &&
+           reach < borders.through[i] + borders.slack;
+  }
+
   void FindSupports() {
     if (IsGreedy(ask_)) {
       supports_ = {{1, 1.0}};
@@ -361,6 +375,10 @@ class ReferenceSample {
       right &= got.support_ids[ask_.first_support_entry + i] == -1 &&
                got.support_logprobs[ask_.first_support_entry + i] == -kInf;
     }
+    for (int32_t i = 0; i < ask_.draws; ++i) {
+      right &= got.draw_tokens[ask_.first_draw_entry + i] == -1 &&
+               got.draw_logprobs[ask_.first_draw_entry + i] == -kInf;
+    }
     if (!right) return "a refused row has answers";
     const double raw = status_.code == RowCode::kNanLogit ? kNan : RawEntropy();
     return EntropyDifference(got, r, kNan, raw);
@@ -429,7 +447,30 @@ class ReferenceSample {
           LogprobDifference("extra logprob", i, got.extra_logprobs[ask_.first_extra_entry + i],
                             Logprob(support, id), rounded);
     }
-    return difference.empty() ? SupportDifference(support, got, r) : difference;
+    if (difference.empty()) difference = SupportDifference(support, got, r);
+    return difference.empty() ? DrawsDifference(support, got, r) : difference;
+  }
+
+  std::string DrawsDifference(const ReferenceSupport& support, const SampleAnswer& got,
+                              int64_t r) const {
+    if (ask_.draws == 0) return "";
+    const Borders borders = BordersOf(support);
+    const int32_t* const tokens = got.draw_tokens.data() + ask_.first_draw_entry;
+    if (tokens[0] != got.tokens[r])
+      return absl::StrFormat("draw 0: got %d beside token %d", tokens[0], got.tokens[r]);
+    const double rounded =
+        ask_.logprob_mode == LogprobMode::kProcessed ? RoundedWeights(support) : 0;
+    for (int32_t j = 0; j < ask_.draws; ++j) {
+      const bool right = ask_.temperature == 0
+                             ? tokens[j] == tokens[0]
+                             : Accepts(borders, tokens[j], static_cast<uint32_t>(j));
+      if (!right) return absl::StrFormat("draw %d: got %d", j, tokens[j]);
+      const std::string difference =
+          LogprobDifference("logprob of draw", j, got.draw_logprobs[ask_.first_draw_entry + j],
+                            Logprob(support, tokens[j]), rounded);
+      if (!difference.empty()) return difference;
+    }
+    return "";
   }
 
   std::string SupportDifference(const ReferenceSupport& support, const SampleAnswer& got,

@@ -8,6 +8,7 @@ where a border lies within 4e-6 of a row's mass the tokens on both sides of it a
 in a hundred, and the others must agree.
 """
 
+import bisect
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from fractions import Fraction
+from itertools import accumulate
 
 INF = math.inf
 NAN_LOGIT, EMPTY_SUPPORT = 1, 2
@@ -46,9 +48,9 @@ def philox4x32(key, counter):
     return c
 
 
-def random_bits(seed, position):
-    """r and the coin."""
-    out = philox4x32((seed & 0xFFFFFFFF, seed >> 32), (position & 0xFFFFFFFF, position >> 32, 0, 0))
+def random_bits(seed, position, draw=0):
+    """r of a draw and, of draw 0, the coin."""
+    out = philox4x32((seed & 0xFFFFFFFF, seed >> 32), (position & 0xFFFFFFFF, position >> 32, draw, 0))
     return out[0] | out[1] << 32, out[2] | out[3] << 32
 
 
@@ -86,15 +88,15 @@ def fixed(w):
     return round(w * 2.0**43)  # to nearest, ties to even
 
 
-def first_above(weights, target):
-    """The lowest i whose prefix sum exceeds the target, and the tokens a shift of the border reaches."""
-    total, mass, token, close = sum(weights), 0, None, set()
-    for i, w in enumerate(weights):
-        if w and mass - SHIFT * total <= target < mass + w + SHIFT * total:
+def first_above(weights, through, target):
+    """The lowest i whose prefix sum `through` exceeds the target, and the tokens a shift of the border reaches."""
+    slack = SHIFT * through[-1]
+    token = bisect.bisect_right(through, target)
+    close, i = set(), bisect.bisect_left(through, target - slack)
+    while i < len(weights) and (through[i - 1] if i else 0) - slack <= target:
+        if weights[i] and target < through[i] + slack:
             close.add(i)
-        mass += w
-        if token is None and mass > target:
-            token = i
+        i += 1
     return token, close
 
 
@@ -180,22 +182,24 @@ def after_xtc(left, w, threshold):
 
 
 def sample(row):
-    """(code, position of a NaN), the tokens that may be drawn, whether rounding decides, the row as edited, and the
-    supports that rounding allows, each in order, with their entropies."""
+    """(code, position of a NaN), for each draw the tokens that may come (a row without draws has one), whether rounding
+    decides the first, the row as edited, and the supports that rounding allows, each in order, with their entropies."""
+    draws = max(1, row["draws"])
     sent = [of_bits(bits) for bits in row["logits"]]
     for i, v in enumerate(sent):
         if math.isnan(v):
-            return (NAN_LOGIT, i), set(), False, None, [([], math.nan)]
+            return (NAN_LOGIT, i), [{-1}] * draws, False, None, [([], math.nan)]
     x = edited(sent, row)
     top = max(x)
     if top == -INF:
-        return (EMPTY_SUPPORT, -1), set(), False, x, [([], math.nan)]
+        return (EMPTY_SUPPORT, -1), [{-1}] * draws, False, x, [([], math.nan)]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     temperature, top_p = row["temperature"], row["top_p"]
     if temperature == 0:
-        return (0, -1), {order[0]}, False, x, [(order[:1], 0.0)]
+        return (0, -1), [{order[0]}] * draws, False, x, [(order[:1], 0.0)]
     temperature = max(temperature, 2.0**-118)
-    bits, coin = random_bits(row["seed"], row["position"])
+    bits = [random_bits(row["seed"], row["position"], draw)[0] for draw in range(draws)]
+    coin = random_bits(row["seed"], row["position"])[1]
     k = row["top_k"] if 0 < row["top_k"] < len(x) else None
     least, border, cuts_by_distance = least_kept(row, x, temperature)
 
@@ -204,18 +208,22 @@ def sample(row):
     prefix = prefix_masses(cells, top, temperature)
     chooses = row["typical_p"] < 1 or row["xtc_probability"] > 0
     if k is None and top_p == 1 and not cuts_by_distance and not chooses:
-        reach = (bits >> 11) * 2.0**-53 * prefix[-1]
-        c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
-        w = [fixed(weight(v, max(cells[c]), temperature)) for v in cells[c]]
-        part = (reach - prefix[c]) / (prefix[c + 1] - prefix[c])
-        token, _ = first_above(w, min(int(part * sum(w)), sum(w) - 1))
-        # Which tokens are close is a question to the row as a whole.
-        _, close = first_above([weight(v, top, temperature) for v in x], reach)
-        return (0, -1), close | {c * 1024 + token}, len(close) > 1, x, [(kept, entropy(x, temperature))]
+        of_row = [weight(v, top, temperature) for v in x]
+        of_cells = [[fixed(weight(v, max(cell), temperature)) for v in cell] for cell in cells]
+        through_row, through_cells = list(accumulate(of_row)), [list(accumulate(w)) for w in of_cells]
+        tokens = []
+        for r in bits:
+            reach = (r >> 11) * 2.0**-53 * prefix[-1]
+            c = next(c for c in range(len(cells)) if prefix[c + 1] > reach)
+            part, total = (reach - prefix[c]) / (prefix[c + 1] - prefix[c]), through_cells[c][-1]
+            token, _ = first_above(of_cells[c], through_cells[c], min(int(part * total), total - 1))
+            # Which tokens are close is a question to the row as a whole.
+            tokens.append(first_above(of_row, through_row, reach)[1] | {c * 1024 + token})
+        return (0, -1), tokens, len(tokens[0]) > 1, x, [(kept, entropy(x, temperature))]
 
     kept = [i for i in kept if x[i] == top or (x[i] - top >= least and x[i] >= border)][:k]
     w = {i: fixed(weight(x[i], top, temperature)) for i in kept}
-    tokens, shaky = set(), False
+    tokens = [set() for _ in bits]
     ends = [len(kept)]
     if top_p < 1:
         total, mass, ends = sum(w.values()), 0, []
@@ -234,10 +242,11 @@ def sample(row):
         supports = [s for left in supports for s in after_xtc(left, w, row["xtc_threshold"])]
     for support in map(sorted, supports):
         masses = [w[i] for i in support]
-        token, close = first_above(masses, bits * sum(masses) >> 64)
-        tokens |= {support[i] for i in close | {token}}
-    shaky = len(tokens) > 1
-    return (0, -1), tokens, shaky, x, [(s, entropy([x[i] for i in s], temperature)) for s in supports]
+        through = list(accumulate(masses))
+        for r, found in zip(bits, tokens):
+            token, close = first_above(masses, through, r * through[-1] >> 64)
+            found |= {support[i] for i in close | {token}}
+    return (0, -1), tokens, len(tokens[0]) > 1, x, [(s, entropy([x[i] for i in s], temperature)) for s in supports]
 
 
 def entropy_faults(row, entropies):
@@ -263,11 +272,14 @@ def faults(row):
     wanted = [(len(s) if cap else 0, (s + [-1] * cap)[:cap]) for s, _ in supports]
     if support not in wanted:
         found.append(f"support {support}, want {wanted}")
+    token, drawn = row["token"], row["draw_tokens"]
+    if token not in tokens[0]:
+        return [f"token {token}, want {sorted(tokens[0])}"], shaky
+    if len(drawn) != row["draws"] or drawn[:1] not in ([], [token]):
+        found.append(f"{len(drawn)} draws beginning with {drawn[:1]}, want {row['draws']} and {token}")
+    found += [f"draw {j} {got}, want {sorted(want)}" for j, (got, want) in enumerate(zip(drawn, tokens)) if got not in want]
     if status[0] != 0:
-        return found + ([] if row["token"] == -1 else [f"token {row['token']} of a refused row"]), shaky
-    token = row["token"]
-    if token not in tokens:
-        return [f"token {token}, want {sorted(tokens)}"], shaky
+        return found, shaky
     processed = row["logprob_mode"] == 1
     of = x if processed else [of_bits(bits) for bits in row["logits"]]
     before = sum(v > of[token] or (v == of[token] and i < token) for i, v in enumerate(of))

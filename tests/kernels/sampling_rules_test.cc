@@ -77,6 +77,12 @@ TEST(KeptTokensTest, SumsOverTheRowNeedOtherTokens) {
   EXPECT_EQ(KeptTokens(row), 0);
 }
 
+TEST(KeptTokensTest, FurtherDrawsNeedOtherTokens) {
+  SampleRow row = Drawn(1, 5);
+  row.draws = 1;
+  EXPECT_EQ(KeptTokens(row), 0);
+}
+
 TEST(EntropyTest, IsThatOfTheSums) {
   EXPECT_DOUBLE_EQ(EntropyOf({.sum = 4, .below = 0}), std::log(4.0)) << "four equals";
   const double half = std::log(2.0) / 2;  // of the moment of one at half the weight

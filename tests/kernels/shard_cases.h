@@ -108,6 +108,8 @@ inline void Append(const SampleAnswer& drawn, std::string* bits) {
   Append(drawn.support_size, bits);
   Append(drawn.support_ids, bits);
   Append(drawn.support_logprobs, bits);
+  Append(drawn.draw_tokens, bits);
+  Append(drawn.draw_logprobs, bits);
 }
 
 // Rows that need only a few of their first tokens.

@@ -120,6 +120,7 @@ TEST_F(VerifyCpuTest, GreedyDraftsGiveTheTokensOfSample) {
     for (int64_t r = 0; r < rows; ++r) {
       FillRow(tensor, r, Fill::kNormal, 11);
       AddRandomRow(batch, vocab, random);
+      batch.rows.back().draws = 0;
       batch.rows.back().active = 1;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
     }
@@ -171,6 +172,7 @@ TEST_F(VerifyCpuTest, ATopKThatKeepsAllHasTheBitsOfNone) {
     for (int64_t r = 0; r < rows; ++r) {
       FillRow(tensor, r, Fill::kNormal, 11);
       AddRandomRow(batch, vocab, random);
+      batch.rows.back().draws = 0;
       batch.rows.back().active = 1;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
       verify.drafts.push_back({.token = static_cast<int32_t>(random() % vocab),
@@ -203,6 +205,7 @@ TEST_F(VerifyCpuTest, EntropiesAreThoseOfTheTarget) {
     for (int64_t r = 0; r < rows; ++r) {
       FillRow(tensor, r, Fill::kNormal, 11);
       AddRandomRow(batch, vocab, random);
+      batch.rows.back().draws = 0;
       batch.rows.back().active = 1;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
       batch.rows.back().want_entropy = true;
@@ -391,6 +394,8 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
       {"list without its token",
        [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
        "drafts: got token 2 at row 0, allowed one of its 3 draft_ids"},
+      {"draws", [](Asked& a) { a.params[2].draws = 2; },
+       "draws: got 2 at row 2, allowed 0: a sequence has one token at a row"},
       {"xtc with a list",
        [](Asked& a) {
          a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "logitd/v1/sampler.pb.h"
@@ -88,6 +89,7 @@ TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
     EXPECT_EQ(row.prompt_tokens, 0);
     EXPECT_EQ(row.first_mask_word, -1);
     EXPECT_EQ(row.top_logprobs, 0);
+    EXPECT_EQ(row.draws, 0);
     EXPECT_EQ(row.logprob_mode, LogprobMode::kRaw);
   }
 }
@@ -111,12 +113,15 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   for (int id : {4, 5, 6}) request.add_history(id);
   for (int n : {1, 3}) request.add_prompt_tokens(n);
   for (int n : {2, 3}) request.add_top_logprobs(n);
+  for (int n : {5, 1024}) request.add_draws(n);
   request.add_logprob_mode(v1::LOGPROB_MODE_RAW);
   request.add_logprob_mode(v1::LOGPROB_MODE_PROCESSED);
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.counts[ops::kSampleTopEntries], 5);
-  const auto rows = As<SampleRow>(p.Inputs({0, 0, 0, 0, 0, 100, 0})[ops::kSampleInRows.index]);
+  EXPECT_EQ(p.spec.counts[ops::kSampleDrawEntries], 1029);
+  const auto rows =
+      As<SampleRow>(p.Inputs({0, 0, 0, 0, 0, 100, 0, 0, 200})[ops::kSampleInRows.index]);
   EXPECT_EQ(rows[0].seed, 7u);
   EXPECT_EQ(rows[1].seed, uint64_t{1} << 63);
   EXPECT_EQ(rows[1].position, 4u);
@@ -138,6 +143,9 @@ TEST(SampleCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[0].first_top_entry, 100);
   EXPECT_EQ(rows[1].first_top_entry, 102);
   EXPECT_EQ(rows[1].top_logprobs, 3);
+  EXPECT_EQ(rows[1].draws, 1024);
+  EXPECT_EQ(rows[0].first_draw_entry, 200);
+  EXPECT_EQ(rows[1].first_draw_entry, 205);
   EXPECT_EQ(rows[1].logprob_mode, LogprobMode::kProcessed);
 }
 
@@ -296,6 +304,8 @@ const testing::Refused<v1::SampleRequest> kRefusedSample[] = {
     {"top_k_below_minus_1", [](R r) { r->add_top_k(-2); },
      "top_k: got -2 at row 0, allowed -1 or more"},
     {"top_p_0", [](R r) { r->add_top_p(0); }, "top_p: got 0 at row 0, allowed > 0 and <= 1"},
+    {"draws_above_1024", [](R r) { r->add_draws(1025); },
+     "draws: got 1025 at row 0, allowed 0..1024"},
     {"prompt_longer_than_the_history", [](R r) { r->add_prompt_tokens(4); },
      "prompt_tokens: got 4 at row 0, allowed 0..3"},
     {"top_n_sigma_negative", [](R r) { r->add_top_n_sigma(-1); },
@@ -379,6 +389,9 @@ void AskForAll(Request& request) {
   for (int n : {2, 0}) request.add_top_logprobs(n);
   for (int n : {3, 1}) request.add_want_support(n);
   for (bool want : {true, false}) request.add_want_entropy(want);
+  if constexpr (std::is_same_v<Request, v1::SampleRequest>) {
+    for (int n : {2, 1}) request.add_draws(n);
+  }
 }
 
 // Outputs of two rows with 2 extra ids each that AskForAll.
@@ -390,6 +403,8 @@ struct Outputs {
   std::vector<int32_t> support_size = {2, 0}, support_ids = {3, 4, -1, -1};
   std::vector<float> support_logprobs = {-0.5f, -1.5f, -INFINITY, -INFINITY},
                      entropies = {0.25f, 0}, raw_entropies = {0.75f, 0};
+  std::vector<int32_t> draw_tokens = {3, 4, -1};
+  std::vector<float> draw_logprobs = {-0.5f, -1.5f, -INFINITY};
   std::vector<RowStatus> status = {{}, {RowCode::kNanLogit, 17}};
   const std::vector<absl::Span<const std::byte>> spans = {Bytes(tokens),
                                                           Bytes(logprobs),
@@ -404,7 +419,8 @@ struct Outputs {
                                                           Bytes(support_logprobs),
                                                           Bytes(entropies),
                                                           Bytes(raw_entropies),
-
+                                                          Bytes(draw_tokens),
+                                                          Bytes(draw_logprobs),
                                                           Bytes(accepted)};
 };
 
@@ -446,6 +462,9 @@ TEST(SampleCodecTest, AnswerIsWhatGeneratedCodeReads) {
   v1::SampleResponse response;
   ASSERT_TRUE(response.ParseFromString(bytes));
   ExpectOutputs(response);
+  EXPECT_THAT(response.draw_count(), ElementsAre(2, 1));
+  EXPECT_THAT(response.draw_tokens(), ElementsAre(3, 4, -1));
+  EXPECT_THAT(response.draw_logprobs(), ElementsAre(-0.5f, -1.5f, -INFINITY));
   EXPECT_EQ(response.SerializeAsString(), bytes);
 }
 
@@ -483,8 +502,8 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   ParsedVerify p(Drafts());
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(p.spec.key.op, &ops::kVerifyTraits);
-  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
-  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 0, 20, 30, 40});
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{6, 0, 0, 0, 0, 0, 0, 0, 0, 2, 6, 3}));
+  const auto arrays = p.Inputs({10, 0, 0, 0, 0, 0, 0, 0, 0, 20, 30, 40});
   const auto sequences = As<VerifySequence>(arrays[ops::kVerifyInSequences.index]);
   EXPECT_EQ(sequences[0].first_row, 10);
   EXPECT_EQ(sequences[1].first_row, 13);
@@ -525,6 +544,8 @@ using V = v1::VerifyRequest*;
 const testing::Refused<v1::VerifyRequest> kRefusedVerify[] = {
     {"what_sample_refuses_too", [](V r) { r->add_top_k(-2); },
      "top_k: got -2 at row 0, allowed -1 or more"},
+    {"draws", [](V r) { r->add_draws(1); },
+     "draws: got 1 at row 0, allowed 0: a sequence has one token at a row"},
     {"no_sequences", [](V r) { r->clear_sequence_rows(); },
      "sequence_rows: got 0 in total, allowed 6 (rows)"},
     {"sequence_of_nothing", [](V r) { r->set_sequence_rows(1, 0); },

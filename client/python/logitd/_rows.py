@@ -195,12 +195,15 @@ def result_of(
             found[name] = values[name] if arrays[name].size else None
         for name, counts in _wanted_lists(kind).items():
             found[name] = ragged(name, counts) if arrays[counts].size else None
+        if kind == "verify":
+            found["draw_tokens"] = found["draw_logprobs"] = None
     return _KINDS[kind](**found)
 
 
 def _wanted_lists(kind: str) -> Dict[str, str]:
     """Lists of Sample and Verify that an answer has only where a row wants them, and the names of their counts."""
-    return {"support_ids": "support_count", "support_logprobs": "support_count"}
+    support = {"support_ids": "support_count", "support_logprobs": "support_count"}
+    return support if kind == "verify" else {**support, "draw_tokens": "draw_count", "draw_logprobs": "draw_count"}
 
 
 def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None:

@@ -125,6 +125,9 @@ class SamplingParams(TypedDict, total=False):
     """Per row, 0 to min(1024, V). Report at most so many of the tokens that can be drawn; default 0."""
     want_entropy: Union[bool, Sequence[bool], Array]
     """Per row. Report the entropies of the distribution drawn from and of the row as sent; default False."""
+    draws: Ints
+    """Per row, 0 to 1024. Tokens to draw of the row, independently of each other; default 0, which is one token that
+    only `tokens` has. Not for verify."""
 
 
 class SampleParams(InputParams, SamplingParams, total=False):

@@ -169,6 +169,10 @@ class SampleResult(_Rows):
     """[N] float32, nats, of the distribution that the token was drawn from; None where not wanted."""
     raw_entropies: Optional[Float32s]
     """[N] float32, nats, of the row as sent; None where not wanted."""
+    draw_tokens: Optional[Ragged[np.int32]]
+    """int32, the tokens of each row's `draws`, the first of which is in `tokens`; None where no row has any."""
+    draw_logprobs: Optional[Ragged[np.float32]]
+    """float32, of draw_tokens."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/types/span.h"
 #include "hwy/highway.h"
 #include "kernels/cpu/rows/sketch-inl.h"
 #include "kernels/cpu/sampling/filter-inl.h"
@@ -42,11 +43,20 @@ inline int32_t TokenAt(const Candidates& from, const uint64_t* blocks, uint64_t 
   HWY_ABORT("a draw's target is beyond the total");
 }
 
-inline Drawn DrawListed(const Candidates& from, const SampleRow& ask, uint64_t bits, float max,
-                        const RowThreads& threads, ListScratch& scratch) {
+// The random bits of draw `draw` of the row.
+inline uint64_t BitsOfDraw(const SampleRow& ask, int64_t draw) {
+  return UniformBits(ask.seed, ask.position, static_cast<uint32_t>(draw));
+}
+
+// Writes the token of each draw; there is one or more.
+inline Support DrawListed(const Candidates& from, const SampleRow& ask, float max,
+                          const RowThreads& threads, ListScratch& scratch,
+                          absl::Span<int32_t> tokens) {
   const uint64_t total = TotalOf(from, threads, scratch);
-  return {.token = TokenAt(from, scratch.blocks.Get(0), DrawTarget(bits, total)),
-          .support = from.SupportOf(total, max, ActingTemperature(ask))};
+  const uint64_t* const blocks = scratch.blocks.Get(0);
+  for (size_t j = 0; j < tokens.size(); ++j)
+    tokens[j] = TokenAt(from, blocks, DrawTarget(BitsOfDraw(ask, j), total));
+  return from.SupportOf(total, max, ActingTemperature(ask));
 }
 
 // The weights of cell c against the cell's own maximum.
@@ -61,14 +71,9 @@ void CellWeights(const T* logits, const Row& row, int64_t c, const Exponent& e, 
   Exponentials(weights, kCellElements, row.sketch.max[c], e);
 }
 
-// A draw from the whole row: a cell, then a token of it. The sketch is at the row's temperature.
-inline Drawn DrawUnfiltered(const Row& row, const SampleRow& ask, uint64_t bits, float max,
-                            SampleScratch& scratch) {
-  const Exponent e = MakeExponent(ask.temperature);
-  const double total = CellPrefix(row, max, e, scratch);
-  const double* prefix = scratch.prefix.Get(0);
-  // Less than the total, so some cell's prefix exceeds it, and the first that does has mass.
-  const double reach = UnitOf(bits) * total;
+// The token at which the mass of the row, whose sums by cells are `prefix`, exceeds `reach`.
+inline int32_t TokenOfCells(const Row& row, const double* prefix, const Exponent& e, double reach) {
+  // It is less than the total, so some cell's prefix exceeds it, and the first that does has mass.
   int64_t c = 0;
   while (prefix[c] <= reach) ++c;
   const double before = c == 0 ? 0 : prefix[c - 1];
@@ -81,11 +86,22 @@ inline Drawn DrawUnfiltered(const Row& row, const SampleRow& ask, uint64_t bits,
   uint64_t mass = 0;
   int64_t i = -1;
   while (mass <= target) mass += FixedWeight(weights[++i]);
-  return {.token = static_cast<int32_t>(c * kCellElements + i),
-          .support = {.last = kLowestKey,
-                      .max = max,
-                      .temperature = ActingTemperature(ask),
-                      .log_sum = std::log(total)}};
+  return static_cast<int32_t>(c * kCellElements + i);
+}
+
+// Draws from the whole row: a cell, then a token of it. The sketch is at the row's temperature.
+// Writes the token of each draw.
+inline Support DrawUnfiltered(const Row& row, const SampleRow& ask, float max,
+                              SampleScratch& scratch, absl::Span<int32_t> tokens) {
+  const Exponent e = MakeExponent(ask.temperature);
+  const double total = CellPrefix(row, max, e, scratch);
+  const double* const prefix = scratch.prefix.Get(0);
+  for (size_t j = 0; j < tokens.size(); ++j)
+    tokens[j] = TokenOfCells(row, prefix, e, UnitOf(BitsOfDraw(ask, j)) * total);
+  return {.last = kLowestKey,
+          .max = max,
+          .temperature = ActingTemperature(ask),
+          .log_sum = std::log(total)};
 }
 
 // The highest logit, the lowest index of equals.
@@ -96,14 +112,22 @@ inline Drawn DrawGreedy(const Row& row, float max) {
           .support = {.last = key, .max = max, .temperature = 1, .log_sum = 0}};
 }
 
-// A token of the row, whose maximum after edits is `max`.
+// A token of the row, whose maximum after edits is `max`. The tokens of a row with draws stay in
+// scratch.draws.
 inline Drawn Draw(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
                   SampleScratch& scratch) {
-  if (IsGreedy(ask)) return DrawGreedy(row, max);
-  const uint64_t bits = UniformBits(ask.seed, ask.position);
-  if (!IsFiltered(ask, row.vocab)) return DrawUnfiltered(row, ask, bits, max, scratch);
-  return DrawListed(ListFiltered(row, ask, max, threads, scratch), ask, bits, max, threads,
-                    scratch.list);
+  const int64_t count = std::max(1, ask.draws);
+  const absl::Span<int32_t> tokens(scratch.draws.Get(count), count);
+  if (IsGreedy(ask)) {
+    const Drawn drawn = DrawGreedy(row, max);
+    std::fill(tokens.begin(), tokens.end(), drawn.token);
+    return drawn;
+  }
+  const Support support = IsFiltered(ask, row.vocab)
+                              ? DrawListed(ListFiltered(row, ask, max, threads, scratch), ask, max,
+                                           threads, scratch.list, tokens)
+                              : DrawUnfiltered(row, ask, max, scratch, tokens);
+  return {.token = tokens[0], .support = support};
 }
 
 }  // namespace logitd::cpu::HWY_NAMESPACE

@@ -131,6 +131,12 @@ inline void Report(const SampleArgs& args, int64_t r, const OpenRow& opened, con
     args.extra_logprobs[ask.first_extra_entry + i] =
         static_cast<float>(support.Logprob(Element(row, id), id));
   }
+  for (int32_t j = 0; j < ask.draws; ++j) {
+    const int32_t token = scratch.draws.Get(0)[j];
+    args.draw_tokens[ask.first_draw_entry + j] = token;
+    args.draw_logprobs[ask.first_draw_entry + j] =
+        static_cast<float>(support.Logprob(Element(row, token), token));
+  }
   if (ask.want_support > 0)
     ReportSupport(args, r, opened.rows.processed, drawn.support, threads, scratch.list);
 }

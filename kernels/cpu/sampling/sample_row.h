@@ -42,6 +42,7 @@ struct SampleScratch {
   Buffer<double> prefix;
   Buffer<Moments> moments;
   Buffer<uint64_t> typical;
+  Buffer<int32_t> draws;  // the tokens of a row with several
   ListScratch list;
 };
 

@@ -146,7 +146,24 @@ __device__ __noinline__ uint64_t SumByCells(Row row, uint64_t* cell_sums, TokenW
   return BlockSum(total, Finish().draw);
 }
 
-// The lowest token with a sum of more than target, from the sums of cells. Called by all threads.
+// The lowest token with a sum of more than target, from the sums of cells. By a warp; the same in
+// every lane.
+template <class Row>
+__device__ __forceinline__ int TokenOfCells(const Row& row, const uint64_t* cell_sums,
+                                            uint64_t target, const TokenWeights& weigh) {
+  const int cells = CellsOf(row.vocab);
+  const PrefixEnd end = FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
+  const int cell = end.index < 0 ? cells - 1 : end.index;
+  const uint64_t before = end.through - cell_sums[cell];
+  int token = 0;
+  row.Cell(cell * kCell, [&]<class Element>(const LaneCell<Element>& x, int first) {
+    const WeightsOfCell</*kInLoops=*/true, Element, TokenWeights> weights(x, first, weigh);
+    token = weights.TokenAt(target - before, min(row.vocab, first + kCell));
+  });
+  return token;
+}
+
+// The same, called by all threads.
 template <class Row>
 __device__ __noinline__ int TokenByCells(Row row, const uint64_t* cell_sums, uint64_t target,
                                          TokenWeights weigh) {
@@ -154,16 +171,8 @@ __device__ __noinline__ int TokenByCells(Row row, const uint64_t* cell_sums, uin
   DrawShared& s = Finish().draw;
   __syncthreads();
   if (threadIdx.x < 32) {
-    const int cells = CellsOf(row.vocab);
-    const PrefixEnd end =
-        FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
-    const int cell = end.index < 0 ? cells - 1 : end.index;
-    const uint64_t before = end.through - cell_sums[cell];
-    row.Cell(cell * kCell, [&]<class Element>(const LaneCell<Element>& x, int first) {
-      const WeightsOfCell</*kInLoops=*/true, Element, TokenWeights> weights(x, first, weigh);
-      const int token = weights.TokenAt(target - before, min(row.vocab, first + kCell));
-      if (threadIdx.x == 0) s.token = token;
-    });
+    const int token = TokenOfCells(row, cell_sums, target, weigh);
+    if (threadIdx.x == 0) s.token = token;
   }
   __syncthreads();
   return s.token;
@@ -190,9 +199,9 @@ class CellWeights {
   // The sum of exp((x - max) / temperature) over the row.
   __device__ double Reach() const { return total_ / exponential_.AtMax(); }
 
-  // The first cell whose prefix exceeds bits / 2^64 of the total in s.cell, and in s.share the
+  // Writes, by one lane, the first cell whose prefix exceeds bits / 2^64 of the total, and the
   // share of the cell that is before the target.
-  __device__ void FindCell(uint64_t bits, DrawShared& s) const {
+  __device__ void FindCell(uint64_t bits, int32_t& cell, double& share) const {
     const int lane = threadIdx.x % 32;
     const double target = UnitOf(bits) * total_;
     double before = 0;
@@ -210,8 +219,8 @@ class CellWeights {
         if (over != 0) {
           if (lane == __ffs(over) - 1) {
             const double from = lane == 0 ? before : previous;
-            s.cell = base + 32 * j + lane;
-            s.share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
+            cell = base + 32 * j + lane;
+            share = fmin(fmax((target - from) / (through - from), 0.0), 1.0);
           }
           return;
         }
@@ -220,8 +229,8 @@ class CellWeights {
       }
     }
     if (lane == 0) {  // a rounding below the end
-      s.cell = last;
-      s.share = 1.0;
+      cell = last;
+      share = 1.0;
     }
   }
 
@@ -322,7 +331,7 @@ __device__ __forceinline__ Drawn DrawUnfiltered(const SampleRow& ask, const Row&
   if (threadIdx.x < 32) {
     const CellWeights weights(in.stats, in.cells, in.peak, in.log2e_over_temperature);
     if (threadIdx.x == 0) s.reach = weights.Reach();
-    weights.FindCell(in.bits, s);
+    weights.FindCell(in.bits, s.cell, s.share);
   }
   __syncthreads();
   const double log_sum = log(s.reach);

@@ -5,6 +5,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/sampling/draft.cuh"
 #include "kernels/cuda/sampling/draw_row.cuh"
+#include "kernels/cuda/sampling/draws.cuh"
 #include "kernels/cuda/sampling/edit.cuh"
 #include "kernels/cuda/sampling/late_edits.cuh"
 #include "kernels/cuda/sampling/moments.cuh"
@@ -41,7 +42,9 @@ struct RowNeeds {
     const bool unreported =
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
-    const bool is_read_again = late || p.drafts != nullptr || (edited && ask.want_entropy) ||
+    const bool draws_again = !greedy && ask.draws > 1;
+    const bool is_read_again = late || p.drafts != nullptr ||
+                               (edited && (ask.want_entropy || draws_again)) ||
                                (editable && !greedy && ask.want_support > 0);
     if (unreported && !is_read_again && (greedy || !IsFiltered(ask, vocab))) {
       listed = 0;
@@ -387,12 +390,14 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
 }
 
 // Reports what only rows that AsksMore want. Returns the distribution that log-probabilities are
-// of. `peak` is the row's largest logit after edits. Called by all threads.
+// of. `in` is what `row` was drawn from. Called by all threads.
 template <int kThreads, class Row>
 __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, const SampleRow& ask,
                                               const RowNeeds& needs, const Row& sent, Stats raw,
-                                              const Row& row, float peak, const Drawn& drawn) {
-  Support drawn_from{drawn.last, peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask), drawn.log_sum};
+                                              const Row& row, const DrawInput& in,
+                                              const Drawn& drawn) {
+  Support drawn_from{drawn.last, in.peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask),
+                     drawn.log_sum};
   if constexpr (Row::kMayAskMore) {
     if (ChoiceIsOn(ask)) drawn_from.chosen = &Finish().draw.chosen;
     if (threadIdx.x == 0) {
@@ -401,7 +406,12 @@ __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, con
     }
     if (ask.want_support > 0) ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
     if (ask.want_entropy) WriteEntropies(args, r, ask, sent, raw, row, drawn_from);
-    return needs.is_sent ? SentSupport(ask, sent, raw, /*is_summed=*/needs.twice) : drawn_from;
+    const Support support =
+        needs.is_sent ? SentSupport(ask, sent, raw, /*is_summed=*/needs.twice) : drawn_from;
+    if (ask.draws > 0) {
+      ReportDraws<kThreads>(args, ask, row, in, drawn, needs.is_sent ? sent : row, support);
+    }
+    return support;
   } else {
     return needs.is_sent ? RawSupport(raw) : drawn_from;
   }
@@ -504,29 +514,27 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
   const float peak = needs.edited ? MaxOfCells(m.cells, p.cells) : raw.max;
   if (!AcceptRow(args, r, ask, raw_row.sent, m.raw_cells, raw, peak)) return;
-  const Drawn drawn =
-      DrawToken<kThreads>(p, r, ask, row,
-                          {.part = part,
-                           .peak = peak,
-                           .stats = needs.twice || needs.edited ? m.cells : m.raw_cells,
-                           .cells = p.cells,
-                           .sums_needed = needs.sums_needed,
-                           .log2e_over_temperature = needs.log2e_over_temperature,
-                           .listed = needs.listed,
-                           .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
-                           .first_list = p.FirstList(r),
-                           .first_keys = p.first_keys,
-                           .bits = UniformBits(ask.seed, ask.position)},
-                          s, [&](int first) {
-                            if constexpr (kEditable) {
-                              if (needs.edited && needs.listed == 0)
-                                WriteCell(raw_row.sent, Edits(p, ask, r, vocab), first,
-                                          reinterpret_cast<float*>(s.bin_mass));
-                            }
-                          });
+  const DrawInput in{.part = part,
+                     .peak = peak,
+                     .stats = needs.twice || needs.edited ? m.cells : m.raw_cells,
+                     .cells = p.cells,
+                     .sums_needed = needs.sums_needed,
+                     .log2e_over_temperature = needs.log2e_over_temperature,
+                     .listed = needs.listed,
+                     .cell_sums = reinterpret_cast<uint64_t*>(m.cells),
+                     .first_list = p.FirstList(r),
+                     .first_keys = p.first_keys,
+                     .bits = UniformBits(ask.seed, ask.position)};
+  const Drawn drawn = DrawToken<kThreads>(p, r, ask, row, in, s, [&](int first) {
+    if constexpr (kEditable) {
+      if (needs.edited && needs.listed == 0)
+        WriteCell(raw_row.sent, Edits(p, ask, r, vocab), first,
+                  reinterpret_cast<float*>(s.bin_mass));
+    }
+  });
 
   // Report.
-  const Support support = ReportMore<kThreads>(args, r, ask, needs, raw_row, raw, row, peak, drawn);
+  const Support support = ReportMore<kThreads>(args, r, ask, needs, raw_row, raw, row, in, drawn);
   const float x = mode_row[drawn.token];
   const bool is_first = needs.greedy && needs.listed == 0 && needs.lists_are_sorted;
   const int rank = FindRank<kInCluster, kThreads>(ask.want_rank && !is_first, x, drawn.token,

@@ -62,7 +62,7 @@ __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask)
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
          ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && ask.want_support == 0 &&
-         p.drafts == nullptr;
+         ask.draws == 0 && p.drafts == nullptr;
 }
 
 // What the first block of a cluster asks the others for, to find the prefix of a flat top_p
@@ -83,6 +83,11 @@ struct DrawShared {
     struct {  // once the bins are not needed
       Key sorted_pool[SmallPool::kPool];
       Key spare[SmallPool::kPool];
+    };
+    struct {  // of further draws
+      double value_of_warp[SelectScratch::kMaxWarps];
+      int32_t index_of_warp[SelectScratch::kMaxWarps];
+      uint64_t through[kListed];  // the weight up to each of the listed, by index
     };
   };
   uint32_t bin_count[kDrawBins];
@@ -324,6 +329,11 @@ __device__ __noinline__ void SortKeys(Key* keys, int n, Key* spare, int most, Ke
     if (rank < most) to[rank] = key;
   });
   __syncthreads();
+}
+
+// True where all tokens of a row from `last` up are among the first `listed`, in s.sorted.
+__device__ inline bool AreListed(int vocab, int listed, Key last, const DrawShared& s) {
+  return listed == vocab || (listed > 0 && s.sorted[listed - 1] <= last);
 }
 
 // Leaves the first `count` <= kListed tokens of the row just read in s.sorted of the first block,

@@ -161,6 +161,12 @@ void WriteSampleWanted(const ops::SampleRows& rows, const engine::JobAnswer& ans
     WriteArray(writer, Response::kEntropiesFieldNumber, answer.Out(ops::kSampleEntropies));
     WriteArray(writer, Response::kRawEntropiesFieldNumber, answer.Out(ops::kSampleRawEntropies));
   }
+  if (any([](const SampleRow& row) { return row.draws > 0; })) {
+    WriteVarints(writer, Response::kDrawCountFieldNumber, rows.rows,
+                 [](const SampleRow& row) { return row.draws; });
+    WriteArray(writer, Response::kDrawTokensFieldNumber, answer.Out(ops::kSampleDrawTokens));
+    WriteArray(writer, Response::kDrawLogprobsFieldNumber, answer.Out(ops::kSampleDrawLogprobs));
+  }
 }
 
 absl::Status SampleCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) {

@@ -51,6 +51,7 @@ SAMPLED = {  # parameters of sample that each use another part of the request or
     "tempered": dict(seed=7, temperature=0.7, top_k=[0, 1, 10, 500, VOCAB], logprob_mode="tempered", top_logprobs=2),
     "entropy": dict(seed=7, temperature=0.7, top_p=[1, 0.9, 0.5, 1, 0.1], want_entropy=[True, False, True, True, True]),
     "many_tops": dict(seed=7, top_logprobs=[VOCAB, 0, 129, 128, 1], logprob_mode=["raw", "processed"] * 2 + ["raw"]),
+    "draws": dict(seed=7, temperature=0.7, top_p=[1, 0.9, 0.5, 1, 0.1], draws=[3, 0, 1, 1024, 2]),
     "rank": dict(seed=8, want_rank=[True, False, True, False, True]),
 }
 

@@ -163,6 +163,21 @@ class SampleTest(ServerTestCase):
             with self.refused(logitd.InvalidArgument, "want_support: got 4", "allowed 0..3"):
                 client.sample(self.LOGITS, seed=0, want_support=4)
 
+    def test_a_row_is_drawn_from_as_often_as_it_asks_for(self):
+        for client in self.both(self.server.unix):
+            result = client.sample(self.LOGITS, seed=0, position=[0, 1, 0], draws=[4, 0, 1])
+            # Its bits as fractions: 0.8805, 0.9397, 0.7129, 0.0678.
+            self.assertEqual([row.tolist() for row in result.draw_tokens], [[2, 2, 1, 0], [], [2]])
+            np.testing.assert_allclose(np.exp(result.draw_logprobs.values), [0.25, 0.25, 0.25, 0.5, 0.25], rtol=1e-5)
+            self.assertEqual(result.tokens.tolist(), [2, 0, 2])
+            self.assertIsNone(client.sample(self.LOGITS, seed=0).draw_tokens)
+            many = client.sample(np.zeros((1, 50000), np.float32), seed=3, draws=1024).draw_tokens[0]
+            self.assertGreater(len(set(many.tolist())), 1000)
+            with self.refused(logitd.InvalidArgument, "draws: got 1025", "allowed 0..1024"):
+                client.sample(self.LOGITS, seed=0, draws=1025)
+            with self.refused(logitd.InvalidArgument, "draws: got 2 at row 0", "allowed 0"):
+                client.verify(self.LOGITS, seed=0, sequence_rows=[3], drafts=[1, 1], draws=2)
+
     def test_a_top_k_that_keeps_all_is_off(self):
         offs = [-1, 3, 4, 2**31 - 1, np.array([-1, 3, 1000])]
         report = dict(seed=5, position=[0, 1, 4], logprob_mode="processed", top_logprobs=3)
