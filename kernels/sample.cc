@@ -64,6 +64,11 @@ absl::Status CheckLists(const SampleRequest& request, size_t r) {
   LOGITD_RETURN_IF_ERROR(CheckHistory(request, r));
   LOGITD_RETURN_IF_ERROR(CheckInt("prompt_tokens", r, row.prompt_tokens, 0, row.history_count));
   LOGITD_RETURN_IF_ERROR(CheckBiases(request, r));
+  if (row.watermark_width > 0 && row.draws > 1) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "draws: got %d at row %d, allowed 0..1 with a watermark: all would be the same token",
+        row.draws, r));
+  }
   LOGITD_RETURN_IF_ERROR(CheckSlice("extra_ids", r, row.first_extra, row.extra_count, kMaxExtraIds,
                                     request.extra_ids.size()));
   LOGITD_RETURN_IF_ERROR(

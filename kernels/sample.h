@@ -42,6 +42,9 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 // A row with draws n gets n tokens, drawn independently from the same distribution, with their
 // log-probabilities of its mode. The first is its token. A greedy row repeats its token.
 //
+// The log-probabilities of a row with a watermark are those without it: over keys, or over
+// contexts, a token is drawn at the rate that they say, up to vocab 2^-52 in all.
+//
 // NaN anywhere in the row as sent, masked or not: kNanLogit with the lowest NaN index. Nothing left
 // after the edits: kEmptySupport. Such a row has token -1, rank 0, ids -1 and every log-probability
 // -inf; its support has size 0; its logsumexp is NaN, or that of the row as sent. Other rows are
@@ -62,6 +65,8 @@ constexpr int64_t MaskWords(int64_t vocab) { return (vocab + 31) / 32; }
 //     3e-6 + 5e-7 D                 for an unfiltered row,
 //     the sum of both               for what top_p keeps where it is the only filter.
 //   docs/semantics.md derives e, and says what remains where rounding errors average out.
+//   The token of a row with a watermark is equal where what the filters keep is, unless the two
+//   largest scores are within 1e-13 max(1, max - z) of each other.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct SampleArgs {

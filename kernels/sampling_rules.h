@@ -1,6 +1,6 @@
 // The meaning of sampling parameters: names, defaults and ranges, the steps of a row in order, and
 // the arithmetic on which all backends must agree. Host and device include this file; draw.h has
-// the random numbers and the integer weights.
+// the random numbers and the integer weights, watermark.h the scores of watermarks.
 #ifndef LOGITD_KERNELS_SAMPLING_RULES_H_
 #define LOGITD_KERNELS_SAMPLING_RULES_H_
 
@@ -12,6 +12,7 @@
 #include "kernels/draw.h"
 #include "kernels/row_params.h"
 #include "kernels/types.h"
+#include "kernels/watermark.h"
 
 namespace logitd {
 
@@ -43,30 +44,32 @@ struct SampleRow {
   int64_t first_extra_entry;    // answers [first_extra_entry, first_extra_entry + extra_count)
   int64_t first_support_entry;  // answers [first_support_entry, first_support_entry + want_support)
   int64_t first_draw_entry;     // answers [first_draw_entry, first_draw_entry + draws)
-  int32_t active;               // 1; 0 = skip the row
-  float temperature;            // finite, >= 0; 0 = the highest logit, nothing random
-  int32_t top_k;                // >= -1; -1, 0, and vocab or more = off
-  float top_p;                  // (0, 1]; 1 = off
-  float top_n_sigma;            // finite, >= 0; 0 = off
-  float min_p;                  // [0, 1]; 0 = off
-  float repetition;             // finite, > 0; 1 = off
-  float presence;               // finite; 0 = off
-  float frequency;              // finite; 0 = off
-  float typical_p;              // (0, 1]; 1 = off
-  float xtc_threshold;          // [0, 1]
-  float xtc_probability;        // [0, 1]; 0 = off
-  int32_t history_count;        // 0..kMaxHistory; each token as often as it was seen
-  int32_t prompt_tokens;        // 0..history_count: the first of the history, only repetition's
-  int32_t bias_count;           // 0..vocab
-  int32_t extra_count;          // 0..kMaxExtraIds
-  int32_t top_logprobs;         // 0..min(kMaxTopLogprobs, vocab)
+  uint64_t watermark_key;
+  int32_t active;         // 1; 0 = skip the row
+  float temperature;      // finite, >= 0; 0 = the highest logit, nothing random
+  int32_t top_k;          // >= -1; -1, 0, and vocab or more = off
+  float top_p;            // (0, 1]; 1 = off
+  float top_n_sigma;      // finite, >= 0; 0 = off
+  float min_p;            // [0, 1]; 0 = off
+  float repetition;       // finite, > 0; 1 = off
+  float presence;         // finite; 0 = off
+  float frequency;        // finite; 0 = off
+  float typical_p;        // (0, 1]; 1 = off
+  float xtc_threshold;    // [0, 1]
+  float xtc_probability;  // [0, 1]; 0 = off
+  int32_t history_count;  // 0..kMaxHistory; each token as often as it was seen
+  int32_t prompt_tokens;  // 0..history_count: the first of the history, only repetition's
+  int32_t bias_count;     // 0..vocab
+  int32_t extra_count;    // 0..kMaxExtraIds
+  int32_t top_logprobs;   // 0..min(kMaxTopLogprobs, vocab)
   LogprobMode logprob_mode;
   int32_t want_support;  // 0..min(kMaxSupport, vocab)
   int32_t draws;         // 0..kMaxDraws: tokens to report of this row, the first of them its token
-  bool want_rank;        // the token's rank is reported; it may cost a further look at the row
-  bool want_entropy;     // both entropies are reported
+  int32_t watermark_width;  // 0..kMaxWatermarkWidth, of the last tokens in the history; 0 = off
+  bool want_rank;           // the token's rank is reported; it may cost a further look at the row
+  bool want_entropy;        // both entropies are reported
 };
-static_assert(sizeof(SampleRow) == 168);
+static_assert(sizeof(SampleRow) == 176);
 
 // The parameters of a row: name on the wire, member, default, allowed range.
 inline constexpr RowParam<SampleRow> kSampleParams[] = {
@@ -98,6 +101,8 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
      {.low = 0, .high = kMaxSupport, .up_to_vocab = true}},
     {"want_entropy", &SampleRow::want_entropy, 0, {.low = 0, .high = 1}},
     {"draws", &SampleRow::draws, 0, {.low = 0, .high = kMaxDraws}},
+    {"watermark_key", &SampleRow::watermark_key, 0, kFinite},
+    {"watermark_width", &SampleRow::watermark_width, 0, {.low = 0, .high = kMaxWatermarkWidth}},
     {"want_rank", &SampleRow::want_rank, 0, {.low = 0, .high = 1}},
 };
 
@@ -124,6 +129,11 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 //
 // A row with draws > 1 is drawn from as often: draw j, from 0, by UniformBits(seed, position, j).
 // The steps before the draw are done once, xtc by its one coin. Draw 0 is the row's token.
+//
+// A row with a watermark has, in place of the draw, the token of what is left with the largest
+// MarkScore(z_i - max, WatermarkBits(state, i)), the lowest index of equals (watermark.h). Its
+// state is that of watermark_key after the last watermark_width tokens of the history, or all where
+// there are fewer. Its seed is only that of xtc's coin.
 //
 // The edits are bias, penalties and mask. They round to f32 after every operation. Where infinities
 // of both signs meet, the result is -inf: a ban wins. Equal logits (-0 equals +0) rank by ascending
@@ -210,6 +220,13 @@ constexpr bool SumsAreOfRow(const SampleRow& ask, int64_t vocab) {
          (ask.top_p < 1 || !ChoiceIsOn(ask));
 }
 
+// True where a key takes the place of the draw's random bits.
+constexpr bool MarkIsOn(const SampleRow& ask) { return !IsGreedy(ask) && ask.watermark_width > 0; }
+// True where the row's token, or what it is drawn from, depends on its seed.
+constexpr bool UsesSeed(const SampleRow& ask) {
+  return !IsGreedy(ask) && (!MarkIsOn(ask) || ask.xtc_probability > 0);
+}
+
 // ---- what a row needs ---------------------------------------------------------------------------
 
 // True where the first tokens of the order tell what the filters leave: at most `few`, or those
@@ -224,7 +241,7 @@ constexpr bool FirstTokensTell(const SampleRow& ask, int64_t vocab, int32_t few)
 // smaller.
 constexpr bool AsksMore(const SampleRow& ask) {
   return ask.logprob_mode == LogprobMode::kTempered || ask.want_support > 0 || ask.want_entropy ||
-         ask.top_logprobs > kMostKept || ask.draws > 0 || ChoiceIsOn(ask);
+         ask.top_logprobs > kMostKept || ask.draws > 0 || ChoiceIsOn(ask) || MarkIsOn(ask);
 }
 
 // How many of the first tokens by (logit descending, index ascending) are all that a row's draw and
@@ -381,6 +398,17 @@ struct Choice {
            key_of(Typicality(Surprise(x, max, temperature), mean)) >= typical_last;
   }
 };
+
+// ---- watermark ----------------------------------------------------------------------------------
+
+// The state of the row's place in its text; `history` has the tokens of all rows.
+constexpr uint64_t StateOfMark(const SampleRow& ask, const int32_t* history) {
+  const int32_t count =
+      ask.history_count < ask.watermark_width ? ask.history_count : ask.watermark_width;
+  if (count == 0) return ask.watermark_key;
+  const int32_t* const end = history + ask.first_history + ask.history_count;
+  return WatermarkState(ask.watermark_key, end - count, count);
+}
 
 // ---- log-probabilities --------------------------------------------------------------------------
 

@@ -7,9 +7,17 @@
 namespace logitd {
 namespace {
 
-// The coin of a draft with probabilities decides whether it is accepted, so no filter may use it.
+// The coin of a draft with probabilities decides whether it is accepted, so no filter may use it,
+// and the token is not the one that a watermark gives.
 absl::Status CheckCoin(const SampleRow& row, const VerifyDraft& draft, size_t r) {
-  if (draft.kind == DraftKind::kGreedy || row.xtc_probability == 0) return absl::OkStatus();
+  if (draft.kind == DraftKind::kGreedy) return absl::OkStatus();
+  if (row.watermark_width > 0) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("watermark_width: got %d at row %d, allowed 0 with a draft of kind list or "
+                        "dense",
+                        row.watermark_width, r));
+  }
+  if (row.xtc_probability == 0) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrFormat("xtc_probability: got %g at row %d, allowed 0 with a draft of kind list or "
                       "dense",

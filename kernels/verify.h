@@ -55,8 +55,9 @@ struct VerifySequence {
 // In both cases each token has probability p given the tokens before it, provided that d was drawn
 // from q and that q does not depend on the row's random bits.
 //
-// A row's draws are refused. xtc is refused with a draft of the others, whose coin it would use.
-// typical_p and the other filters shape p.
+// A row's draws are refused. xtc is refused with a draft of the others, whose coin it would use,
+// and so is a watermark, whose token such a draft need not be. typical_p and the other filters
+// shape p.
 //
 // A row's history, bias, mask and position are those of its own place: the caller counts earlier
 // drafts into the history of later rows.

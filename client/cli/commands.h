@@ -110,6 +110,15 @@ int RunUnloadHead(const Session& session, const std::string& name);
 int RunListHeads(const Session& session);
 int RunGetHead(const Session& session, const std::string& name);
 
+struct DetectWatermarkFlags {
+  std::string file;          // of token ids; exactly one of `file` and `ids` is given
+  std::vector<int32_t> ids;  // the token ids themselves
+  uint64_t key = 0;
+  int width = 0;
+  int prompt_tokens = 0;
+};
+int RunDetectWatermark(const Session& session, const DetectWatermarkFlags& flags);
+
 int RunToken(const Session& session);
 int RunInfo(const Session& session);
 int RunLoad(const Session& session);

@@ -134,6 +134,22 @@ PATH is as of heads load; the new head has the shape, type, bias and norm of the
 version is written beside the old one, then new calls get it; calls in flight end on the old one. A
 terminal shows a bar. --deadline does not count here: Ctrl-C cancels the update.)";
 
+constexpr char kWatermarkHelp[] =
+    R"(Watermarks: whether a text was drawn with a key.
+
+logitctl sample and generate draw with one, by --watermark-key and --watermark-width.)";
+
+constexpr char kDetectWatermarkHelp[] =
+    R"(How much a text's tokens say for the watermark of a key.
+
+No server is asked. Every pair of the last --width tokens and the token after them counts once. The
+score is about the number of such tokens where there is no watermark, and larger where there is one;
+the p-value is the chance of such a score without it. --tokens names a file of int32 or int64, as
+--targets of logitctl score.)";
+constexpr char kDetectWatermarkExamples[] =
+    R"(  logitctl watermark detect --tokens text.npy --key 7 --width 4
+  logitctl watermark detect --ids 5,17,3,29 --key 7 --width 2 --prompt-tokens 1 --format json)";
+
 constexpr char kCompletionHelp[] =
     R"(Prints a script that completes subcommands, flags, values and files in a shell.
 
@@ -437,6 +453,31 @@ void AddHeads(CLI::App* app, Commands* commands) {
   AddName(get, get_name);
 }
 
+void AddWatermark(CLI::App* app, Commands* commands) {
+  CLI::App* watermark = AddText(app, "watermark", kWatermarkHelp,
+                                "  logitctl watermark detect --tokens text.npy --key 7 --width 4");
+  watermark->require_subcommand(1);
+  const auto [detect, flags] = AddCommand(watermark, commands, "detect", kDetectWatermarkHelp,
+                                          kDetectWatermarkExamples, &RunDetectWatermark);
+  commands->back().calls = false;
+  CLI::Option_group* text = detect->add_option_group("text", "one of");
+  text->add_option("--tokens", flags->file, "a file of the text's token ids")->type_name("FILE");
+  Integers(text->add_option("--ids", flags->ids, "the token ids themselves: ID,ID,..."), 0,
+           std::numeric_limits<int32_t>::max())
+      ->type_name("ID")
+      ->delimiter(',');
+  text->require_option(1);
+  Integers(detect->add_option("--key", flags->key, "the watermark_key of the draws"), 0,
+           std::numeric_limits<uint64_t>::max())
+      ->required();
+  Integers(detect->add_option("--width", flags->width, "the watermark_width of the draws"), 1, 16)
+      ->required();
+  Integers(detect->add_option("--prompt-tokens", flags->prompt_tokens,
+                              "how many of the first tokens were not drawn: they only are context"),
+           0, std::numeric_limits<int32_t>::max())
+      ->capture_default_str();
+}
+
 void AddServer(CLI::App* app, Commands* commands) {
   commands->push_back(
       {AddText(app, "info", "What the server is: version, backend, device, limits, ops.",
@@ -481,7 +522,7 @@ int Main(int argc, char** argv) {
   app.require_subcommand(1);
   Commands commands;
   for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddSoftmax, AddSoftmaxBackward,
-                   AddHeads, AddServer}) {
+                   AddHeads, AddWatermark, AddServer}) {
     add(&app, &commands);
   }
   CommonFlags common;

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -122,6 +123,35 @@ TEST(LogitctlTest, TokenHasNoFlagsOfCalls) {
   EXPECT_THAT(Logitctl({"token", "--help"}).out,
               AllOf(HasSubstr("--format"), Not(HasSubstr("--addr")), Not(HasSubstr("--deadline")),
                     Not(HasSubstr("--priority")), Not(HasSubstr("--tls"))));
+}
+
+// The scores are those of tests/kernels/watermark_test.cc and of the Python client's test.
+TEST(LogitctlTest, WatermarksAreDetectedWithoutAServer) {
+  const std::string ids = "5,17,17,5,17,17,5,100000,0,1,2,3,5,8,13,21,34,55,89,144";
+  const Ran json = Logitctl({"watermark", "detect", "--ids", ids, "--key", "81985529216486895",
+                             "--width", "4", "--format", "json"});
+  EXPECT_EQ(json.code, 0) << json.err;
+  EXPECT_THAT(json.out, MatchesRegex("\\{\"score\":22\\.077100716903[0-9]*,\"tokens\":20,"
+                                     "\"p_value\":0\\.300387810354[0-9]*\\}\n"));
+  const Ran table = Logitctl({"watermark", "detect", "--ids", ids, "--key", "18446744073709551615",
+                              "--width", "16", "--prompt-tokens", "3"});
+  EXPECT_EQ(table.out, "score    26.093\ntokens   17\np-value  0.023845\n");
+  const Ran none = Logitctl(
+      {"watermark", "detect", "--ids", "5", "--key", "7", "--width", "2", "--prompt-tokens", "1"});
+  EXPECT_EQ(none.out, "score    0\ntokens   0\np-value  1\n");
+  for (const auto& [flag, value, want] :
+       {std::tuple("--width", "17", "--width: got \"17\", allowed integers 1..16"),
+        std::tuple("--key", "-1", "--key: got \"-1\", allowed integers 0..18446744073709551615"),
+        std::tuple("--tokens", "x.npy", "allowed exactly 1")}) {
+    std::vector<std::string> args = {"watermark", "detect", "--ids", ids};
+    for (const char* given : {"--key", "--width"}) {
+      if (flag != absl::string_view(given)) args.insert(args.end(), {given, "7"});
+    }
+    args.insert(args.end(), {flag, value});
+    const Ran bad = Logitctl(args);
+    EXPECT_EQ(bad.code, 2);
+    EXPECT_THAT(bad.err, HasSubstr(want));
+  }
 }
 
 TEST(LogitctlTest, VersionIsThatOfTheProjectAndOfGrpc) {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/client.h"
 #include "client/language_model.h"
@@ -149,11 +150,14 @@ TEST_F(LogitdTest, SamplesAsTheDefinitionSays) {
   for (uint64_t position : {0, 1}) request.params.add_position(position);
   for (int n : {0, 2}) request.params.add_top_logprobs(n);
   for (int id : {0, 1}) request.params.add_extra_ids(id);
+  for (int n : {4, 1}) request.params.add_draws(n);
   const absl::StatusOr<client::SampleResult> got = client_->Sample(request);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_THAT(got->answer.tokens(), ElementsAre(2, 0));
   EXPECT_THAT(got->top_offsets, ElementsAre(0, 0, 2));
   EXPECT_THAT(got->extra_offsets, ElementsAre(0, 2, 4));
+  EXPECT_THAT(got->draw_offsets, ElementsAre(0, 4, 5));
+  EXPECT_THAT(got->answer.draw_tokens(), ElementsAre(2, 2, 1, 0, 0));
   EXPECT_NEAR(got->answer.extra_logprobs(3), std::log(0.25), 1e-5);
   EXPECT_GT(got->round_trip, absl::ZeroDuration());
   EXPECT_EQ(got->attempts, 1);
@@ -274,6 +278,28 @@ TEST_F(LogitdTest, LogitctlSamples) {
       {"sample", "--logits", npy, "--params", params, "--allow", "1,2", "--logit-bias", "2=-inf"});
   ASSERT_EQ(flags.code, 0) << flags.err;
   EXPECT_THAT(flags.out, AllOf(HasSubstr("     0        1"), HasSubstr("     1        1")));
+  const Ran draws = Logitctl({"sample", "--logits", npy, "--seed", "0", "--draws", "4,0"});
+  ASSERT_EQ(draws.code, 0) << draws.err;
+  EXPECT_THAT(draws.out, HasSubstr("  draw        2            -1.38629\n"
+                                   "  draw        2            -1.38629\n"
+                                   "  draw        1            -1.38629\n"
+                                   "  draw        0           -0.693147\n"));
+}
+
+TEST_F(LogitdTest, LogitctlFindsTheWatermarkOfATextThatItGenerated) {
+  const Ran text = Logitctl({"generate", "--model", testing::InTree("demo/model").string(),
+                             "--text", "It is a truth", "--tokens", "200", "--format", "json",
+                             "--watermark-key", "41", "--watermark-width", "3"});
+  ASSERT_EQ(text.code, 0) << text.err;
+  const auto tokens = nlohmann::json::parse(text.out)["tokens"].get<std::vector<int32_t>>();
+  const auto p_value = [&](const std::string& key) {
+    const Ran found = Logitctl({"watermark", "detect", "--ids", absl::StrJoin(tokens, ","), "--key",
+                                key, "--width", "3", "--format", "json"});
+    EXPECT_EQ(found.code, 0) << found.err;
+    return nlohmann::json::parse(found.out)["p_value"].get<double>();
+  };
+  EXPECT_LT(p_value("41"), 1e-6);
+  EXPECT_GT(p_value("42"), 1e-4);
 }
 
 TEST_F(LogitdTest, LogitctlTakesEveryTopKThatKeepsAll) {

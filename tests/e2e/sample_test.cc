@@ -113,6 +113,25 @@ TEST_P(SampleTransportTest, ARowIsDrawnFromAsOftenAsItAsksFor) {
   EXPECT_EQ(response.draw_count_size() + response.draw_tokens_size(), 0);
 }
 
+// By key 7 the scores of three tokens are 1.43, 0.93 and -0.26 without a history, 3.71, 2.47 and
+// 0.57 after token 0, 0.38, 1.94 and -0.51 after 0 and 1.
+TEST_P(SampleTransportTest, AWatermarkTakesTheTokenWithTheLargestScore) {
+  const std::vector<float> logits(12, 0);
+  v1::SampleRequest request = Of<v1::SampleRequest>(logits, 4);
+  request.add_watermark_key(7);
+  for (int width : {2, 1, 2, 3}) request.add_watermark_width(width);
+  for (int count : {0, 3, 3, 2}) request.add_history_count(count);
+  for (int id : {2, 1, 0, 2, 0, 1, 0, 1}) request.add_history(id);
+  v1::SampleResponse response;
+  const grpc::Status status = Sample(*stub_, request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(0, 0, 1, 1));
+  EXPECT_THAT(response.logprobs(), Each(FloatNear(-std::log(3.0f), 1e-6f)));
+  request.add_draws(2);
+  EXPECT_THAT(Sample(*stub_, request, &response).error_message(),
+              HasSubstr("draws: got 2 at row 0, allowed 0..1 with a watermark"));
+}
+
 TEST_P(SampleTransportTest, ListsOfEveryKindApplyToTheirRows) {
   const std::vector<float> row = {5, 4, 3, 2};
   std::vector<float> logits;

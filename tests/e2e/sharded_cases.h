@@ -98,6 +98,11 @@ inline v1::SampleRequest Drawn(int64_t rows, uint32_t seed) {
   if (seed % 5 == 2) request.add_top_n_sigma(2);
   if (seed % 3 == 0) request.add_want_support(40);
   if (seed % 4 == 2) request.add_draws(5);
+  if (seed % 4 == 3) {
+    request.add_watermark_key(seed);
+    request.add_watermark_width(3);
+    for (const int32_t id : {7, 1024, 5002, 7}) request.add_history(id);
+  }
   request.add_repetition_penalty(1.2f);
   request.add_top_logprobs(3);
   return request;

@@ -64,6 +64,8 @@ struct SampleAsk {
   bool want_entropy = false;
   int32_t want_support = 0;
   int32_t draws = 0;
+  int32_t watermark_width = 0;
+  uint64_t watermark_key = 7;
 };
 
 struct SampleClaim {
@@ -113,6 +115,8 @@ inline SampleRow RowOf(const SampleClaim& claim) {
   row.want_entropy = ask.want_entropy;
   row.want_support = ask.want_support;
   row.draws = ask.draws;
+  row.watermark_width = ask.watermark_width;
+  row.watermark_key = ask.watermark_key;
   row.first_mask_word = claim.mask_words.empty() ? -1 : 0;
   row.history_count = static_cast<int32_t>(claim.history.size());
   row.bias_count = static_cast<int32_t>(claim.bias.size());
@@ -624,6 +628,78 @@ inline const std::vector<SampleClaim>& SampleDrawsClaims() {
   return claims;
 }
 
+// The numbers u and the scores -ln(-ln u) of the first tokens by key 7, after no token and after
+// token 0, to which the logits add:
+//   none: 0.7863 0.6728 0.2742 0.1981, 1.43 0.93 -0.26 -0.48
+//   0:    0.9757 0.9192 0.5692 0.9662, 3.71 2.47 0.57 3.37
+//   1, 0: 0.3436 0.4950 0.0591 0.4609, -0.07 0.35 -1.04 0.26
+//   0, 1: 0.5038 0.8660 0.1904 0.7827, 0.38 1.94 -0.51 1.41
+inline const std::vector<SampleClaim>& SampleWatermarkClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
+  static const auto& claims = *new std::vector<SampleClaim>{
+      // clang-format off
+      {.name = "of equals a watermark takes the token with the largest number",
+       .logits = {1, 1, 1, 1}, .ask = {.position = kAt088, .watermark_width = 1}, .token = 0,
+       .logprob = -ln4, .rank = 1},
+      {.name = "a watermark of another key", .logits = {1, 1, 1, 1},
+       .ask = {.position = kAt088, .watermark_width = 2, .watermark_key = 8}, .history = {0, 1},
+       .token = 1, .logprob = -ln4, .rank = 2},
+      {.name = "a watermark adds the logits to its scores", .logits = {0, 0.6f, 0, 1.8f},
+       .ask = {.position = kAt003, .processed = true, .watermark_width = 1}, .token = 1,
+       .logprob = -1.6896788f, .rank = 2},
+      {.name = "a watermark is at the temperature", .logits = {0, 1.2f, 0, 3.6f},
+       .ask = {.position = kAt003, .temperature = 2, .processed = true, .watermark_width = 1},
+       .token = 1, .logprob = -1.6896788f, .rank = 2},
+      {.name = "a watermark depends on the last token", .logits = {1, 1, 1, 1.5f},
+       .ask = {.position = kAt003, .watermark_width = 1}, .history = {3, 1, 0}, .token = 3,
+       .logprob = -1.0365922f, .rank = 1},
+      {.name = "a watermark depends on the last tokens and on their order",
+       .logits = {1, 1, 1, 1.2f}, .ask = {.position = kAt003, .watermark_width = 2},
+       .history = {3, 1, 0}, .token = 3, .logprob = -1.2401675f, .rank = 1},
+      {.name = "a watermark of fewer tokens than its width takes all", .logits = {1, 1, 1, 1.2f},
+       .ask = {.position = kAt003, .watermark_width = 16}, .history = {0, 1}, .token = 1,
+       .logprob = -1.4401675f, .rank = 3},
+      {.name = "a watermark does not penalise its history, and penalties do", .logits = {1, 1, 1, 1},
+       .ask = {.position = kAt003, .presence = 1, .processed = true, .watermark_width = 1},
+       .history = {0}, .token = 3, .logprob = -1.2142833f, .rank = 3},
+      {.name = "a watermark takes what the filters leave", .logits = {0, ln2, 0, 0},
+       .ask = {.position = kAt003, .top_k = 1, .processed = true, .watermark_width = 1},
+       .history = {0}, .token = 1, .logprob = 0, .rank = 1},
+      // Of the first 100, after no token, token 46 has the largest number.
+      {.name = "a watermark of more tokens than the kernel lists",
+       .logits = std::vector<float>(200, 0.0f),
+       .ask = {.position = kAt088, .typical_p = 0.5f, .processed = true, .watermark_width = 1},
+       .token = 46, .logprob = -std::log(100.0f), .rank = 47},
+      {.name = "a watermark of a whole row of several cells",
+       .logits = std::vector<float>(5000, 3.0f),
+       .ask = {.position = kAt036, .processed = true, .watermark_width = 4}, .token = 3899,
+       .logprob = -std::log(5000.0f), .rank = 3900},
+      // The coin is 0.6055.
+      {.name = "xtc before a watermark has its coin from the seed", .logits = {0, 0, -9},
+       .ask = {.position = kAt088, .xtc_threshold = 0.4f, .xtc_probability = 0.606f,
+               .processed = true, .watermark_width = 1},
+       .token = 1, .logprob = -0.00012340218f, .rank = 2},
+      {.name = "a masked row with a watermark and nothing else to report",
+       .logits = {7, 7, 7, 7},
+       .ask = {.position = kAt036, .want_rank = false, .watermark_width = 1},
+       .mask_words = {0b1100}, .token = 2, .logprob = -ln4, .rank = 0},
+      {.name = "one draw of a row with a watermark is its token", .logits = {0, 0},
+       .ask = {.position = kAt088, .draws = 1, .watermark_width = 1}, .token = 0, .logprob = -ln2,
+       .rank = 1, .draw_tokens = {0}, .draw_logprobs = {-ln2}},
+      {.name = "a watermark among plus inf", .logits = {kInf, 9, kInf, kInf},
+       .ask = {.position = kAt003, .watermark_width = 2}, .history = {0, 1}, .token = 3,
+       .logprob = -ln3, .rank = 3},
+      {.name = "a greedy row takes the highest logit whatever its watermark", .logits = {1, 1, 3, 1},
+       .ask = {.position = kAt088, .temperature = 0, .processed = true, .watermark_width = 1},
+       .token = 2, .logprob = 0, .rank = 1},
+      {.name = "a refused row with a watermark", .logits = {1, kNan},
+       .ask = {.position = kAt003, .watermark_width = 1}, .token = -1, .logprob = -kInf, .rank = 0,
+       .status = {RowCode::kNanLogit, 1}},
+      // clang-format on
+  };
+  return claims;
+}
+
 // Bias, penalties, masks, statuses, and where weights round to 0.
 inline const std::vector<SampleClaim>& SampleEditClaims() {
   static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f), ln4 = std::log(4.0f);
@@ -950,6 +1026,18 @@ inline void AddRandomRow(SampleBatch& batch, int64_t vocab, std::mt19937_64& ran
   batch.support_entries += row.want_support + 1;
   if (row.seed / 512 % 4 == 0)
     row.draws = static_cast<int32_t>(row.seed / 2048 % 5 == 0 ? kMaxDraws : row.seed / 8192 % 6);
+  if (row.seed / 64 % 5 == 0) {
+    row.watermark_width = static_cast<int32_t>(row.seed / 1024 % (kMaxWatermarkWidth + 1));
+    row.watermark_key = row.seed / 3;
+    row.draws = std::min(row.draws, 1);
+    if (row.history_count == 0) {  // no penalty is on
+      row.first_history = static_cast<int64_t>(batch.history.size());
+      row.history_count = static_cast<int32_t>(row.seed / 32768 % 20);
+      for (int32_t i = 0; i < row.history_count; ++i)
+        batch.history.push_back(
+            static_cast<int32_t>((row.seed >> i) % static_cast<uint64_t>(vocab)));
+    }
+  }
   row.first_draw_entry = batch.draw_entries;
   batch.draw_entries += row.draws + 1;
   if (one_in(10)) {
@@ -1315,6 +1403,7 @@ inline std::vector<OpCheck> SampleChecks() {
       ForAll("KeepsEveryClaimOfEntropies", SampleEntropyClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfSupports", SampleSupportClaims, BrokenClaim),
       ForAll("KeepsEveryClaimOfDraws", SampleDrawsClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfWatermarks", SampleWatermarkClaims, BrokenClaim),
       ForAll("EveryMixOfParametersAgreesWithDoublePrecision", SampleCases, FirstDifference),
       ForAll("BordersMoveByFarLessThanTheMassOfAToken", BorderCases, MovedBorder),
       ForAll("BordersOfTopPMoveByFarLessThanTheMassOfAToken", NucleusFills, MovedNucleus),

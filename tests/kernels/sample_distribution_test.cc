@@ -11,8 +11,10 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "kernels/draw.h"
 #include "kernels/sample.h"
 #include "tests/kernels/chi_square.h"
@@ -62,11 +64,18 @@ class SampleDistributionTest : public CpuTest {
   // Draws a row 2^20 times and compares with `p`; what has probability 0 must not come at all.
   void ExpectDistribution(const std::string& name, const std::vector<float>& logits,
                           const SampleBatch& batch, const std::vector<double>& p) {
-    const std::vector<int64_t> counts = Count(logits, batch, kDraws);
+    ExpectCounts(name, Count(logits, batch, kDraws), p);
+  }
+
+  // The same of tokens that were counted.
+  void ExpectCounts(const std::string& name, const std::vector<int64_t>& counts,
+                    const std::vector<double>& p) {
+    const auto draws =
+        static_cast<double>(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
     double chi_square = 0, pooled_want = 0, pooled_got = 0;
     int cells = 0;
     for (size_t i = 0; i < p.size(); ++i) {
-      const double want = p[i] * static_cast<double>(kDraws);
+      const double want = p[i] * draws;
       if (p[i] == 0) {
         EXPECT_EQ(counts[i], 0) << name << ": token " << i << " cannot come";
       } else if (want < 10) {  // too rare for the chi-square's normal cells
@@ -97,6 +106,44 @@ TEST_F(SampleDistributionTest, FiltersByHand) {
     for (double w : p) sum += w;
     for (double& w : p) w /= sum;
     ExpectDistribution(c.name, FilterCaseLogits(), batch, p);
+  }
+}
+
+// Over keys, and over what comes before, a watermark changes no rate.
+TEST_F(SampleDistributionTest, WatermarksKeepTheRatesOfTokens) {
+  const std::vector<float> logits = FilterCaseLogits();
+  const auto vocab = static_cast<int64_t>(logits.size());
+  HostTensor tensor(DType::kF32, kBatchRows, vocab, vocab, 0);
+  for (int64_t r = 0; r < kBatchRows; ++r) {
+    for (int64_t c = 0; c < vocab; ++c) tensor.Set(r, c, logits[c]);
+  }
+  constexpr int32_t kWidth = 9;  // 6^9 contexts
+  for (const FilterCase& c : FilterCases()) {
+    if (std::string_view(c.name).starts_with("xtc half")) continue;  // its coin is the seed's
+    double sum = 0;
+    for (double w : c.weights) sum += w;
+    std::vector<double> p = c.weights;
+    for (double& w : p) w /= sum;
+    for (const bool by_key : {true, false}) {
+      std::vector<int64_t> counts(vocab);
+      for (int64_t first = 0; first < kDraws / 8; first += kBatchRows) {
+        SampleBatch batch;
+        for (int64_t r = 0; r < kBatchRows; ++r) {
+          SampleRow row = PlainRow();
+          c.change(row);
+          row.watermark_key = static_cast<uint64_t>(by_key ? first + r : 2024);
+          row.watermark_width = kWidth;
+          row.first_history = static_cast<int64_t>(batch.history.size());
+          row.history_count = by_key ? 0 : kWidth;
+          for (int64_t i = 0, left = first + r; i < row.history_count; ++i, left /= vocab)
+            batch.history.push_back(static_cast<int32_t>(left % vocab));
+          batch.rows.push_back(row);
+        }
+        const SampleAnswer got = runner_->Sample(tensor, batch).value();
+        for (int32_t token : got.tokens) ++counts.at(token);
+      }
+      ExpectCounts(absl::StrFormat("%s by %s", c.name, by_key ? "key" : "context"), counts, p);
+    }
   }
 }
 

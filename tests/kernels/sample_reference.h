@@ -95,6 +95,14 @@ class ReferenceSample {
  public:
   ReferenceSample(std::vector<float> sent, const SampleRow& ask, const SampleBatch& batch)
       : ask_(ask), raw_(sent), processed_(EditedLogits(sent, ask, batch)) {
+    mark_ = ask.watermark_key;
+    const int32_t marked = std::min(ask.watermark_width, ask.history_count);
+    for (int32_t i = ask.history_count - marked; i < ask.history_count; ++i) {
+      const auto token = static_cast<uint64_t>(batch.history[ask.first_history + i]);
+      const PhiloxBlock block =
+          Philox4x32(mark_, token | static_cast<uint64_t>(marked) << 32, uint64_t{1} << 32);
+      mark_ = block.word[0] | uint64_t{block.word[1]} << 32;
+    }
     for (size_t i = 0; i < sent.size(); ++i) {
       if (!std::isnan(sent[i])) continue;
       status_ = {RowCode::kNanLogit, static_cast<int32_t>(i)};
@@ -161,6 +169,7 @@ class ReferenceSample {
   // rounding decides.
   bool Accepts(const ReferenceSupport& support, int32_t token, uint32_t draw = 0) const {
     if (ask_.temperature == 0) return token == processed_.order[0];
+    if (ask_.watermark_width > 0) return AcceptsMarked(support, token);
     return Accepts(BordersOf(support), token, draw);
   }
 
@@ -196,6 +205,28 @@ class ReferenceSample {
       borders.through.push_back(through += processed_.Weight(id, Temperature()) / support.sum);
     return borders;
   }
+  // Whether the token has the largest score of the watermark, or one that rounding cannot tell from
+  // it.
+  bool AcceptsMarked(const ReferenceSupport& support, int32_t token) const {
+    const auto score = [&](int32_t id) {
+      const PhiloxBlock block = Philox4x32(mark_, static_cast<uint64_t>(id), uint64_t{2} << 32);
+      const uint64_t bits = (block.word[0] | uint64_t{block.word[1]} << 32) >> 12;
+      const double u = std::ldexp(static_cast<double>(2 * bits + 1), -53);
+      return LogWeight(id) - std::log(-std::log(u));
+    };
+    if (!Has(support, token)) return false;
+    const double own = score(token);
+    for (const int32_t id : IdsOf(support)) {
+      const double size = std::max({1.0, -LogWeight(token), -LogWeight(id)});
+      if (score(id) > own + 1e-13 * size) return false;
+    }
+    return true;
+  }
+  double LogWeight(int32_t id) const {
+    return processed_.max() == kInf ? 0
+                                    : (double{processed_.x[id]} - processed_.max()) / Temperature();
+  }
+
   bool Accepts(const Borders& borders, int32_t token, uint32_t draw) const {
     const auto at = std::lower_bound(borders.ids.begin(), borders.ids.end(), token);
     if (at == borders.ids.end() || *at != token) return false;
@@ -461,7 +492,7 @@ class ReferenceSample {
     const double rounded =
         ask_.logprob_mode == LogprobMode::kProcessed ? RoundedWeights(support) : 0;
     for (int32_t j = 0; j < ask_.draws; ++j) {
-      const bool right = ask_.temperature == 0
+      const bool right = ask_.temperature == 0 || ask_.watermark_width > 0
                              ? tokens[j] == tokens[0]
                              : Accepts(borders, tokens[j], static_cast<uint32_t>(j));
       if (!right) return absl::StrFormat("draw %d: got %d", j, tokens[j]);
@@ -497,6 +528,7 @@ class ReferenceSample {
   const SampleRow ask_;
   const Ranked raw_;
   const Ranked processed_;
+  uint64_t mark_;  // the watermark's state
   RowStatus status_;
   double raw_sum_ = 0;                      // at temperature 1
   double tempered_sum_ = 0;                 // of the row as sent, at its temperature

@@ -54,6 +54,22 @@ def random_bits(seed, position, draw=0):
     return out[0] | out[1] << 32, out[2] | out[3] << 32
 
 
+def marked_token(row, support, x, temperature):
+    """The token of the support with the largest score of the row's watermark, and those that a rounding cannot tell."""
+    context = row["history"][-row["watermark_width"] :]
+    state = row["watermark_key"]
+    for token in context:
+        out = philox4x32((state & 0xFFFFFFFF, state >> 32), (token, len(context), 0, 1))
+        state = out[0] | out[1] << 32
+    scores, top = {}, max(x)
+    for i in support:
+        out = philox4x32((state & 0xFFFFFFFF, state >> 32), (i, 0, 0, 2))
+        u = (2 * ((out[0] | out[1] << 32) >> 12) + 1) / 2**53
+        scores[i] = ((x[i] - top) / temperature if top < INF else 0.0) - math.log(-math.log(u))
+    best = max(scores.values())
+    return {i for i, score in scores.items() if score >= best - 1e-13 * max(1, abs(x[i] - top) / temperature if top < INF else 1)}
+
+
 def edited(x, row):
     """Bias, penalties, mask; f32 after every step; a ban where infinities of both signs meet."""
     x = list(x)
@@ -208,6 +224,9 @@ def sample(row):
     prefix = prefix_masses(cells, top, temperature)
     chooses = row["typical_p"] < 1 or row["xtc_probability"] > 0
     if k is None and top_p == 1 and not cuts_by_distance and not chooses:
+        if row["watermark_width"] > 0:
+            tokens = [marked_token(row, kept, x, temperature)] * draws
+            return (0, -1), tokens, len(tokens[0]) > 1, x, [(kept, entropy(x, temperature))]
         of_row = [weight(v, top, temperature) for v in x]
         of_cells = [[fixed(weight(v, max(cell), temperature)) for v in cell] for cell in cells]
         through_row, through_cells = list(accumulate(of_row)), [list(accumulate(w)) for w in of_cells]
@@ -241,6 +260,10 @@ def sample(row):
     if row["xtc_threshold"] <= 0.5 and coin < math.floor(row["xtc_probability"] * 2.0**64):
         supports = [s for left in supports for s in after_xtc(left, w, row["xtc_threshold"])]
     for support in map(sorted, supports):
+        if row["watermark_width"] > 0:
+            for found in tokens:
+                found |= marked_token(row, support, x, temperature)
+            continue
         masses = [w[i] for i in support]
         through = list(accumulate(masses))
         for r, found in zip(bits, tokens):

@@ -83,6 +83,25 @@ TEST(KeptTokensTest, FurtherDrawsNeedOtherTokens) {
   EXPECT_EQ(KeptTokens(row), 0);
 }
 
+TEST(KeptTokensTest, AWatermarkNeedsOtherTokensUnlessTheRowIsGreedy) {
+  SampleRow row = Drawn(1, 5);
+  row.watermark_width = 1;
+  EXPECT_EQ(KeptTokens(row), 0);
+  row.temperature = 0;
+  EXPECT_EQ(KeptTokens(row), 1);
+}
+
+TEST(WhatIsOnTest, TheSeedIsOfRandomDrawsAndOfXtc) {
+  SampleRow row = Drawn(1, 0);
+  EXPECT_TRUE(UsesSeed(row));
+  row.watermark_width = 1;
+  EXPECT_FALSE(UsesSeed(row));
+  row.xtc_probability = 0.5f;
+  EXPECT_TRUE(UsesSeed(row));
+  row.temperature = 0;
+  EXPECT_FALSE(UsesSeed(row));
+}
+
 TEST(EntropyTest, IsThatOfTheSums) {
   EXPECT_DOUBLE_EQ(EntropyOf({.sum = 4, .below = 0}), std::log(4.0)) << "four equals";
   const double half = std::log(2.0) / 2;  // of the moment of one at half the weight

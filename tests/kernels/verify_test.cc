@@ -394,6 +394,19 @@ TEST(CheckVerifyTest, SaysFieldRowValueAndAllowedRange) {
       {"list without its token",
        [](Asked& a) { a.drafts[0] = {.token = 2, .count = 3, .kind = DraftKind::kList}; },
        "drafts: got token 2 at row 0, allowed one of its 3 draft_ids"},
+      {"a watermark with a list",
+       [](Asked& a) {
+         a.drafts[0] = {.token = 5, .count = 3, .kind = DraftKind::kList};
+         a.params[0].watermark_width = 4;
+       },
+       "watermark_width: got 4 at row 0, allowed 0 with a draft of kind list or dense"},
+      {"a watermark with a greedy draft", [](Asked& a) { a.params[0].watermark_width = 4; }, ""},
+      {"a watermark at a row without a draft",
+       [](Asked& a) {
+         a.drafts[0] = {.token = 9, .kind = DraftKind::kDense};
+         a.params[1].watermark_width = 4;
+       },
+       ""},
       {"draws", [](Asked& a) { a.params[2].draws = 2; },
        "draws: got 2 at row 2, allowed 0: a sequence has one token at a row"},
       {"xtc with a list",

@@ -90,6 +90,8 @@ TEST(SampleCodecTest, WithoutParametersEveryStepIsOff) {
     EXPECT_EQ(row.first_mask_word, -1);
     EXPECT_EQ(row.top_logprobs, 0);
     EXPECT_EQ(row.draws, 0);
+    EXPECT_EQ(row.watermark_key, 0u);
+    EXPECT_EQ(row.watermark_width, 0);
     EXPECT_EQ(row.logprob_mode, LogprobMode::kRaw);
   }
 }
@@ -364,6 +366,23 @@ TEST(SampleCodecTest, AGreedyRequestNeedsNoSeed) {
   request.clear_seed();
   request.add_temperature(0);
   EXPECT_TRUE(Parsed(request).status.ok());
+}
+
+TEST(SampleCodecTest, ARequestWithWatermarksNeedsNoSeedExceptForXtc) {
+  v1::SampleRequest request = Plain<v1::SampleRequest>(2, 5);
+  request.clear_seed();
+  request.add_watermark_key(~uint64_t{0});
+  for (int width : {4, 0}) request.add_watermark_width(width);
+  for (float t : {1.0f, 0.0f}) request.add_temperature(t);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  const auto rows = As<SampleRow>(p.Inputs()[ops::kSampleInRows.index]);
+  EXPECT_EQ(rows[0].watermark_width, 4);
+  EXPECT_EQ(rows[1].watermark_key, ~uint64_t{0});
+  EXPECT_EQ(p.spec.wanted & ops::kAsksMore, ops::kAsksMore);
+  request.add_xtc_probability(0.5f);
+  EXPECT_THAT(std::string(Parsed(request).status.message()),
+              HasSubstr("seed: got none with xtc_probability 0.5 at row 0"));
 }
 
 TEST(SampleCodecTest, ASharedListCountsForEveryRow) {

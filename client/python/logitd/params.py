@@ -106,7 +106,7 @@ class SamplingParams(TypedDict, total=False):
     """Per row. Log-probabilities of the row as sent ("raw"), after every step ("processed"), or as sent and divided by
     the temperature ("tempered"); default "raw"."""
     history: TokenLists
-    """Tokens so far; the penalties use them."""
+    """Tokens so far, the last one last; penalties and watermarks use them."""
     prompt_tokens: Ints
     """Per row. How many of the history's first tokens are the prompt, which presence_penalty and frequency_penalty do
     not count; default 0."""
@@ -128,6 +128,11 @@ class SamplingParams(TypedDict, total=False):
     draws: Ints
     """Per row, 0 to 1024. Tokens to draw of the row, independently of each other; default 0, which is one token that
     only `tokens` has. Not for verify."""
+    watermark_key: Ints
+    """Per row, 0 to 2^64-1. Key of the watermark; with the last watermark_width tokens of the history it takes the place
+    of the random bits. logitd.watermark finds it again."""
+    watermark_width: Ints
+    """Per row, 0 to 16. Tokens of the history that the watermark depends on; 0 is no watermark; default 0."""
 
 
 class SampleParams(InputParams, SamplingParams, total=False):

@@ -25,6 +25,7 @@ from logitd.errors import InvalidArgument
 from logitd.results import Ragged, RowStatus, SampleResult
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_WITH_HISTORY = (*_PENALTIES, "watermark_width")
 _Penalty = transformers.RepetitionPenaltyLogitsProcessor
 _EncoderPenalty = transformers.EncoderRepetitionPenaltyLogitsProcessor
 _NO_LOGITS = "the model's logits are not on this side"
@@ -208,7 +209,7 @@ class Sampler(transformers.LogitsProcessor):
         return True
 
     def _history(self, input_ids: torch.Tensor, vocab: int) -> Ragged[np.int64]:
-        """The tokens that penalties see."""
+        """The tokens that penalties and a watermark see."""
         ids = _arrays.as_numpy("input_ids", input_ids if self._encoder_ids is None else self._encoder_ids)
         seen = np.broadcast_to(np.arange(ids.shape[1]) >= np.reshape(self._unseen, (-1, 1)), ids.shape)
         known = seen & (ids >= 0) & (ids < vocab)
@@ -236,7 +237,7 @@ class Sampler(transformers.LogitsProcessor):
         if len(params["seed"]) != rows:
             raise InvalidArgument(f"seed: got {len(params['seed'])} seeds, allowed one, or {rows} (rows)")
         params["position"] = len(self.results)
-        if any(name in params for name in _PENALTIES):
+        if any(name in params for name in _WITH_HISTORY):
             params["history"] = self._history(input_ids, vocab)
         if self._head is None:
             return self._client.sample(scores.float(), **params)

@@ -15,6 +15,7 @@
 #include "kernels/cpu/rows/sketch-inl.h"
 #include "kernels/cpu/sampling/filter-inl.h"
 #include "kernels/cpu/sampling/sample_row.h"
+#include "kernels/cpu/sampling/watermark-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitd::cpu::HWY_NAMESPACE {
@@ -113,9 +114,9 @@ inline Drawn DrawGreedy(const Row& row, float max) {
 }
 
 // A token of the row, whose maximum after edits is `max`. The tokens of a row with draws stay in
-// scratch.draws.
-inline Drawn Draw(const Row& row, const SampleRow& ask, float max, const RowThreads& threads,
-                  SampleScratch& scratch) {
+// scratch.draws. `history` has the tokens of all rows.
+inline Drawn Draw(const Row& row, const SampleRow& ask, const int32_t* history, float max,
+                  const RowThreads& threads, SampleScratch& scratch) {
   const int64_t count = std::max(1, ask.draws);
   const absl::Span<int32_t> tokens(scratch.draws.Get(count), count);
   if (IsGreedy(ask)) {
@@ -127,6 +128,7 @@ inline Drawn Draw(const Row& row, const SampleRow& ask, float max, const RowThre
                               ? DrawListed(ListFiltered(row, ask, max, threads, scratch), ask, max,
                                            threads, scratch.list, tokens)
                               : DrawUnfiltered(row, ask, max, scratch, tokens);
+  if (MarkIsOn(ask)) tokens[0] = DrawMarked(row, ask, history, support, threads);
   return {.token = tokens[0], .support = support};
 }
 

@@ -40,7 +40,8 @@ void FinishSample(const SampleArgs& args, int64_t r, const Rows& rows, const Row
                   SampleScratch& scratch) {
   OpenRow opened;
   if (!Open(args, r, rows, threads, scratch, opened)) return;
-  const Drawn drawn = Draw(opened.rows.processed, args.rows[r], opened.max, threads, scratch);
+  const Drawn drawn =
+      Draw(opened.rows.processed, args.rows[r], args.history, opened.max, threads, scratch);
   Report(args, r, opened, drawn, threads, scratch);
 }
 
@@ -73,6 +74,7 @@ bool TakesLong(const SampleRow& ask, int64_t vocab) {
   if (ask.active == 0 || !MayBeCut(vocab)) return false;
   if (ask.top_logprobs >= kManySorted || IsTempered(ask) || ask.want_entropy) return true;
   if (IsGreedy(ask)) return false;
+  if (MarkIsOn(ask)) return true;
   if (TopKIsOn(ask, vocab)) return ask.top_k >= kManyTokens;
   return IsFiltered(ask, vocab) || ask.want_rank || ask.want_support > 0;
 }

@@ -123,9 +123,10 @@ void VerifyOne(const VerifyArgs& args, int64_t s, const RowThreads& threads,
     OpenRow opened;
     const Rows rows = ReadRow(args.sample, r, threads, scratch);
     if (!Open(args.sample, r, rows, threads, scratch, opened)) break;
-    const Drawn drawn = has_draft && draft.kind != DraftKind::kGreedy
-                            ? Reject(args, draft, ask, opened, threads, scratch)
-                            : Draw(opened.rows.processed, ask, opened.max, threads, scratch);
+    const Drawn drawn =
+        has_draft && draft.kind != DraftKind::kGreedy
+            ? Reject(args, draft, ask, opened, threads, scratch)
+            : Draw(opened.rows.processed, ask, args.sample.history, opened.max, threads, scratch);
     Report(args.sample, r, opened, drawn, threads, scratch);
     accepted = has_draft && drawn.token == draft.token;
   }

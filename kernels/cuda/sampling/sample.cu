@@ -1,8 +1,9 @@
 // sample and verify: a block, or a cluster of blocks, reads a row once and draws from what it kept:
 // cells' sums and a sketch, a sorted list of 128 tokens (filters usually leave no others), what
-// filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), the test of a draft (draft.cuh),
-// the report (report.cuh). Edits that only lower logits are applied late, to few candidates
-// (late_edits.cuh), others on the way (edit.cuh), in kernels of their own (sample_edited_f32.cu).
+// filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), more of them (draws.cuh), or one
+// by a watermark (watermark.cuh), the test of a draft (draft.cuh), the report (report.cuh). Edits
+// that only lower logits are applied late, to few candidates (late_edits.cuh), others on the way
+// (edit.cuh), in kernels of their own (sample_edited_f32.cu).
 // Every sum that decides is of integers, or in one order fixed by the row.
 //
 // Cost: reads rows * vocab * sizeof(T) once; edits on the way also write it, in f32, where filters

@@ -12,6 +12,7 @@
 #include "kernels/cuda/sampling/report.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
 #include "kernels/cuda/sampling/support.cuh"
+#include "kernels/cuda/sampling/watermark.cuh"
 
 namespace logitd::cuda {
 
@@ -42,7 +43,7 @@ struct RowNeeds {
     const bool unreported =
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
-    const bool draws_again = !greedy && ask.draws > 1;
+    const bool draws_again = !greedy && (ask.draws > 1 || MarkIsOn(ask));
     const bool is_read_again = late || p.drafts != nullptr ||
                                (edited && (ask.want_entropy || draws_again)) ||
                                (editable && !greedy && ask.want_support > 0);
@@ -101,6 +102,16 @@ __device__ __forceinline__ bool AcceptRow(const SampleArgs& args, int r, const S
   return accepted;
 }
 
+// The distribution that `drawn` was drawn from, of a row with the largest logit `peak`.
+template <class Row>
+__device__ __forceinline__ Support DrawnFrom(const SampleRow& ask, float peak, const Drawn& drawn) {
+  Support support{drawn.last, peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask), drawn.log_sum};
+  if constexpr (Row::kMayAskMore) {
+    if (ChoiceIsOn(ask)) support.chosen = &Finish().draw.chosen;
+  }
+  return support;
+}
+
 // Filters the row and draws from it; in verify, tests the row's draft. `write_cell`: as in
 // DrawUnfiltered.
 template <int kThreads, class Row, class WriteCell>
@@ -115,6 +126,11 @@ __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const S
     drawn = DrawUnfiltered(ask, row, in, s, write_cell);
   } else {
     drawn = DrawFiltered<kThreads>(ask, row, weigh, in, s);
+  }
+  if constexpr (Row::kMayAskMore) {
+    if (MarkIsOn(ask)) {
+      drawn.token = DrawMarked(p.args, ask, row, DrawnFrom<Row>(ask, in.peak, drawn), in.listed);
+    }
   }
   if (p.drafts != nullptr && p.has_draft[r] != 0) {
     const VerifyDraft& draft = p.drafts[r];
@@ -396,10 +412,8 @@ __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, con
                                               const RowNeeds& needs, const Row& sent, Stats raw,
                                               const Row& row, const DrawInput& in,
                                               const Drawn& drawn) {
-  Support drawn_from{drawn.last, in.peak, IsGreedy(ask) ? 1.0 : ActingTemperature(ask),
-                     drawn.log_sum};
+  const Support drawn_from = DrawnFrom<Row>(ask, in.peak, drawn);
   if constexpr (Row::kMayAskMore) {
-    if (ChoiceIsOn(ask)) drawn_from.chosen = &Finish().draw.chosen;
     if (threadIdx.x == 0) {
       if (ask.want_support == 0) args.support_size[r] = 0;
       if (!ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;

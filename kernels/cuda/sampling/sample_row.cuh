@@ -62,7 +62,7 @@ __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask)
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
          ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && ask.want_support == 0 &&
-         ask.draws == 0 && p.drafts == nullptr;
+         ask.draws == 0 && !MarkIsOn(ask) && p.drafts == nullptr;
 }
 
 // What the first block of a cluster asks the others for, to find the prefix of a flat top_p
@@ -84,7 +84,7 @@ struct DrawShared {
       Key sorted_pool[SmallPool::kPool];
       Key spare[SmallPool::kPool];
     };
-    struct {  // of further draws
+    struct {  // of further draws, and of watermarks
       double value_of_warp[SelectScratch::kMaxWarps];
       int32_t index_of_warp[SelectScratch::kMaxWarps];
       uint64_t through[kListed];  // the weight up to each of the listed, by index

@@ -101,11 +101,12 @@ absl::Status BuildSampleRows(Pieces pieces, const LogitsOrHidden& input, SampleF
   static_assert(kSampleParams[0].name == "seed");
   const bool has_seed = !std::get<Uint64List>(fields->params[0]).empty();
   for (size_t r = 0; r < rows->rows.size() && !has_seed; ++r) {
-    const float temperature = rows->rows[r].temperature;
-    if (temperature == 0) continue;
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "seed: got none with temperature %g at row %d, allowed 1 or %d (rows) values", temperature,
-        r, input.rows()));
+    const SampleRow& row = rows->rows[r];
+    if (!UsesSeed(row)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrFormat("seed: got none with %s %g at row %d, allowed 1 or %d (rows) values",
+                        MarkIsOn(row) ? "xtc_probability" : "temperature",
+                        MarkIsOn(row) ? row.xtc_probability : row.temperature, r, input.rows()));
   }
   LOGITD_RETURN_IF_ERROR(BuildLists(fields, rows));
   return BuildMasks(pieces, *fields, input.vocab(), rows);
