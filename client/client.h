@@ -37,8 +37,7 @@ struct LogitsRequest {
   // per row). Not copied. `owner` says how long the bytes must live.
   std::vector<absl::string_view> logits;
   // In place of logits: hidden states [rows, hidden_size] for a head that the server has loaded, in
-  // the dtype of its weight, in pieces like logits. `vocab` may then be 0. Verify takes logits
-  // only.
+  // the dtype of its weight, in pieces like logits. `vocab` may then be 0.
   std::string head;
   int64_t hidden_size = 0;
   std::vector<absl::string_view> hidden;

@@ -10,6 +10,7 @@
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/types.h"
+#include "kernels/verify.h"
 
 namespace logitd {
 
@@ -39,6 +40,13 @@ struct LinearSampleArgs {
   // tells devices that have to exchange what they know how little is enough: it picks the way,
   // never the bits.
   int32_t max_kept = 0;
+};
+
+// The head is not cut over several devices. Blocks of rows may end inside a sequence.
+struct LinearVerifyArgs {
+  TensorView hidden;  // as in LinearTopKArgs
+  HeadView head;
+  VerifyArgs verify;
 };
 
 struct LinearCrossEntropyArgs {

@@ -17,6 +17,7 @@ std::string_view NameOf(const Op& op) {
                                          "divergence",
                                          "linear_topk",
                                          "linear_sample",
+                                         "linear_verify",
                                          "linear_cross_entropy",
                                          "linear_cross_entropy_backward",
                                          "linear_cross_entropy_training",

@@ -25,7 +25,7 @@ constexpr uint64_t kMaxMessage = std::numeric_limits<int32_t>::max() - 16;  // p
 
 constexpr int64_t kMaxElements = int64_t{1} << 20;  // of a row
 
-// The numbers are the same in every request, except that Verify takes no head.
+// The numbers are the same in every request.
 using Fields = v1::TopKRequest;
 template <typename Params>
 constexpr bool kSameFields = Params::kDtypeFieldNumber == int{Fields::kDtypeFieldNumber} &&
@@ -40,10 +40,7 @@ constexpr bool kSameHeadFields =
     Params::kHiddenFieldNumber == int{Fields::kHiddenFieldNumber};
 static_assert(kSameFields<v1::SampleRequest> && kSameHeadFields<v1::SampleRequest>);
 static_assert(kSameFields<v1::ScoreRequest> && kSameHeadFields<v1::ScoreRequest>);
-static_assert(kSameFields<v1::VerifyRequest>);
-
-template <typename Params>
-constexpr bool kTakesHeads = !std::is_same_v<Params, v1::VerifyRequest>;
+static_assert(kSameFields<v1::VerifyRequest> && kSameHeadFields<v1::VerifyRequest>);
 
 // The fields of LogitsRequest itself, then those of the input, without the payload where it is
 // sent. Written even where they have their default, so that they override whatever the parameters
@@ -59,10 +56,8 @@ std::string OwnFields(const LogitsRequest<Params>& request, const v1::SharedRows
     WireFormatLite::WriteEnum(Fields::kDtypeFieldNumber, request.dtype, &out);
     WireFormatLite::WriteInt64(Fields::kRowsFieldNumber, request.rows, &out);
     WireFormatLite::WriteInt64(Fields::kVocabFieldNumber, request.vocab, &out);
-    if (kTakesHeads<Params>) {
-      WireFormatLite::WriteString(Fields::kHeadFieldNumber, request.head, &out);
-      WireFormatLite::WriteInt64(Fields::kHiddenSizeFieldNumber, request.hidden_size, &out);
-    }
+    WireFormatLite::WriteString(Fields::kHeadFieldNumber, request.head, &out);
+    WireFormatLite::WriteInt64(Fields::kHiddenSizeFieldNumber, request.hidden_size, &out);
     if (shared != nullptr) {
       WireFormatLite::WriteBytes(Fields::kSharedFieldNumber, shared->SerializeAsString(), &out);
     } else {
@@ -163,11 +158,6 @@ grpc::Slice SliceOver(absl::string_view bytes, Owner owner) {
 template <typename Params>
 absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& request,
                                                const Pieces& payload, const Owner& owner) {
-  if (!kTakesHeads<Params> && !request.head.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("head: got \"%s\", allowed none: a %s takes logits only", request.head,
-                        Params::descriptor()->name()));
-  }
   uint64_t payload_bytes = 0;
   v1::SharedRows shared;
   if (request.arena != nullptr) {

@@ -34,7 +34,7 @@ const Pieces& PayloadOf(const LogitsRequest<Params>& request) {
 // and length) and one slice per piece of `payload`, over the caller's own memory. Each of those
 // shares `owner` until gRPC drops it. The payload comes last, so that a server has read all that it
 // checks before the first payload byte. INVALID_ARGUMENT: 2 GiB or more, which protobuf cannot
-// carry; a head for Verify.
+// carry.
 //
 // Params: v1::TopKRequest, SampleRequest, VerifyRequest or ScoreRequest.
 template <typename Params>

@@ -64,6 +64,7 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::Divergence),
     Function(&cpu::LinearTopK),
     Function(&cpu::LinearSample),
+    Function(&cpu::LinearVerify),
     Function(&cpu::LinearCrossEntropy),
     Function(&cpu::LinearCrossEntropyBackward),
     Function(&cpu::LinearCrossEntropyTraining),

@@ -40,6 +40,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&Divergence),
     Launcher(&LinearTopK, LinearOp::kTokens),
     Launcher(&LinearSample, LinearOp::kTokens),
+    Launcher(&LinearVerify, LinearOp::kTokens),
     Launcher(&LinearCrossEntropy, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
     Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),

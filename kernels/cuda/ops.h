@@ -41,6 +41,8 @@ cudaError_t LinearTopK(const LinearTopKArgs& args, Products& products, const Scr
                        cudaStream_t stream);
 cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const Scratch& scratch,
                          cudaStream_t stream);
+cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const Scratch& scratch,
+                         cudaStream_t stream);
 cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& products,
                                const Scratch& scratch, cudaStream_t stream);
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,

@@ -27,7 +27,7 @@ struct Op {
 inline constexpr Op kOps[] = {
     {&kSoftmaxTopKTraits, &kLinearTopKTraits, "logitd.v1.Sampler", "TopK", ""},
     {&kSampleTraits, &kLinearSampleTraits, "logitd.v1.Sampler", "Sample", "SampleStream"},
-    {&kVerifyTraits, nullptr, "logitd.v1.Sampler", "Verify", ""},
+    {&kVerifyTraits, &kLinearVerifyTraits, "logitd.v1.Sampler", "Verify", ""},
     {&kCrossEntropyTraits, &kLinearCrossEntropyTraits, "logitd.v1.Scorer", "Score", "ScoreStream"},
     {&kAttentionSoftmaxTraits, nullptr, "logitd.v1.Attention", "Softmax", "SoftmaxStream"},
     {&kAttentionSoftmaxBackwardTraits, nullptr, "logitd.v1.Attention", "SoftmaxBackward",

@@ -1,4 +1,4 @@
-// verify in the engine.
+// verify and linear_verify in the engine.
 #ifndef LOGITD_SERVER_OPS_VERIFY_H_
 #define LOGITD_SERVER_OPS_VERIFY_H_
 
@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/linear.h"
 #include "kernels/verify.h"
 #include "server/engine/job.h"
 #include "server/ops/sample.h"
@@ -32,21 +33,32 @@ inline constexpr auto kVerifyOutputs =
                      kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
                      kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs, kVerifyAccepted);
 
+inline VerifyArgs VerifyArgsOf(const engine::BatchView& batch) {
+  return {.sample = SampleArgsOf(batch),
+          .drafts = batch.In(kVerifyInDrafts),
+          .draft_ids = batch.In(kVerifyInDraftIds),
+          .draft_probs = batch.In(kVerifyInDraftProbs),
+          .sequences = batch.In(kVerifyInSequences),
+          .sequence_count = batch.counts[kVerifySequences],
+          .accepted = batch.Out(kVerifyAccepted)};
+}
+
 inline constexpr engine::OpTraits kVerifyTraits = {
     .name = "verify",
     .inputs = kVerifyInputs,
     .outputs = kVerifyOutputs,
-    .enqueue =
-        [](Stream& stream, const engine::BatchView& batch) {
-          return stream.Run(VerifyArgs{.sample = SampleArgsOf(batch),
-                                       .drafts = batch.In(kVerifyInDrafts),
-                                       .draft_ids = batch.In(kVerifyInDraftIds),
-                                       .draft_probs = batch.In(kVerifyInDraftProbs),
-                                       .sequences = batch.In(kVerifyInSequences),
-                                       .sequence_count = batch.counts[kVerifySequences],
-                                       .accepted = batch.Out(kVerifyAccepted)});
-        },
+    .enqueue = [](Stream& stream,
+                  const engine::BatchView& batch) { return stream.Run(VerifyArgsOf(batch)); },
     .rows_apart = true};
+
+inline constexpr engine::OpTraits kLinearVerifyTraits = {
+    .name = "linear_verify",
+    .inputs = kVerifyInputs,
+    .outputs = kVerifyOutputs,
+    .enqueue = [](Stream& stream, const engine::BatchView& batch) {
+      return stream.Run(LinearVerifyArgs{
+          .hidden = batch.Payload(), .head = *batch.head, .verify = VerifyArgsOf(batch)});
+    }};
 
 inline constexpr RowPlace<VerifyDraft> kDraftPlaces[] = {
     {kVerifyDraftIds, &VerifyDraft::first_id}, {kVerifyDraftProbs, &VerifyDraft::first_prob}};

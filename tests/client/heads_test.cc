@@ -99,6 +99,21 @@ TEST_F(HeadsClientTest, TheLibraryLoadsAndUnloads) {
   EXPECT_TRUE(absl::IsNotFound(client_->GetHead("start").status()));
 }
 
+// The head's logits are all 0: a greedy row takes token 0.
+TEST_F(HeadsClientTest, VerifyTakesHiddenStates) {
+  const std::string states = BytesOf(std::vector<float>(9, 1.0f));
+  client::VerifyRequest request = {
+      .rows = 3, .head = "start", .hidden_size = 3, .hidden = {states}};
+  request.params.add_temperature(0);
+  request.params.add_sequence_rows(3);
+  for (int draft : {0, 2}) request.params.add_drafts(draft);
+  const absl::StatusOr<client::VerifyResult> got = client_->Verify(request);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_THAT(got->answer.accepted(), ElementsAre(1));
+  EXPECT_THAT(got->answer.tokens(), ElementsAre(0, 0, -1));
+  EXPECT_EQ(got->answer.head_version(), client_->GetHead("start")->head_version());
+}
+
 TEST_F(HeadsClientTest, AnUpdateGivesTheNextVersion) {
   v1::UpdateHeadRequest request;
   request.set_name("start");

@@ -78,12 +78,6 @@ TEST(ScoreEncodeTest, GeneratedCodeReadsHiddenStatesAndTheirParameters) {
   EXPECT_THAT(read.z_loss(), ElementsAre(0.5f));
 }
 
-TEST(ScoreEncodeTest, VerifyTakesOnlyLogits) {
-  const client::VerifyRequest request = {.head = "demo"};
-  EXPECT_THAT(std::string(client::EncodeRequest(request, nullptr).status().message()),
-              HasSubstr("head: got \"demo\", allowed none"));
-}
-
 // --- the real server
 
 class ScoreTest : public testing::ScoringLogitd {};

@@ -33,6 +33,38 @@ TEST(ShardedTest, TheBitsAreThoseOfAWholeHead) {
   }
 }
 
+// A head that is not cut. 70 rows are more than the CPU multiplies at once.
+TEST(ShardedTest, VerifyThroughAWholeHeadEmitsTheTokensOfSample) {
+  constexpr int kRows = 70;
+  const HeadFolder folder;
+  const ServerProcess server({absl::StrCat("--head=h=", folder.File()), "--cpu-threads=2"});
+  const auto stub = v1::Sampler::NewStub(Connect(server.tcp()));
+  v1::SampleResponse drawn;
+  const v1::SampleRequest sample = Drawn(kRows, 3);
+  grpc::Status status = stub->Sample(Context().get(), sample, &drawn);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+
+  v1::VerifyRequest verify = OfHead<v1::VerifyRequest>(kRows, 3);
+  ASSERT_TRUE(verify.MergeFromString(sample.SerializeAsString()));  // the same fields
+  verify.add_sequence_rows(kRows);
+  for (int i = 0; i + 1 < kRows; ++i) verify.add_drafts(drawn.tokens(i));
+  verify.set_drafts(67, (drawn.tokens(67) + 1) % kVocab);  // the target draws another token
+  v1::VerifyResponse response;
+  status = stub->Verify(Context().get(), verify, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.accepted(0), 67);
+  EXPECT_EQ(response.head_version(), drawn.head_version());
+  EXPECT_NE(response.head_version(), 0);
+  for (int i = 0; i < kRows; ++i) {
+    EXPECT_EQ(response.tokens(i), i <= 67 ? drawn.tokens(i) : -1) << i;
+    EXPECT_EQ(response.status(i), i <= 67 ? v1::ROW_STATUS_OK : v1::ROW_STATUS_NOT_REACHED) << i;
+    if (i <= 67) {
+      EXPECT_EQ(response.logprobs(i), drawn.logprobs(i)) << i;
+    }
+  }
+  EXPECT_GT(server.Metric("logitd_stream_busy_seconds_total{op=\"linear_verify\"}"), 0);
+}
+
 TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {
   const HeadFolder folder;
   // The head takes about 500 KB, its largest shard of three 40% of that.
@@ -71,6 +103,15 @@ TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {
   const grpc::Status no = v1::Scorer::NewStub(channel)->Score(Context().get(), supported, &scored);
   EXPECT_EQ(no.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(no.error_message(), HasSubstr("support_ids: got some, allowed none with head h"));
+  v1::VerifyRequest drafted = OfHead<v1::VerifyRequest>(1, 1);
+  drafted.add_seed(1);
+  drafted.add_sequence_rows(1);
+  v1::VerifyResponse verified;
+  const grpc::Status cut =
+      v1::Sampler::NewStub(channel)->Verify(Context().get(), drafted, &verified);
+  EXPECT_EQ(cut.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(cut.error_message(),
+              HasSubstr("head: got h, which is cut over devices, allowed one that is not"));
   const grpc::Status score =
       v1::Scorer::NewStub(channel)->Score(Context().get(), Scored(3, 1), &scored);
   EXPECT_TRUE(score.ok()) << score.error_message();

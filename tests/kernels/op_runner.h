@@ -272,6 +272,17 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   AddOutput(arena, batch.draw_entries, kUnwrittenFloat, &to->draw_logprobs, &args->draw_logprobs);
 }
 
+inline void Add(Arena& arena, const SampleBatch& batch, const VerifyBatch& verify, VerifyArgs* args,
+                VerifyAnswer* to) {
+  Add(arena, batch, &args->sample, &to->rows);
+  arena.In(verify.drafts, &args->drafts);
+  arena.In(verify.draft_ids, &args->draft_ids);
+  arena.In(verify.draft_probs, &args->draft_probs);
+  arena.In(verify.sequences, &args->sequences);
+  args->sequence_count = static_cast<int64_t>(verify.sequences.size());
+  AddOutput(arena, args->sequence_count, kUnwrittenIndex, &to->accepted, &args->accepted);
+}
+
 inline void Add(Arena& arena, const LossBatch& batch, CrossEntropyArgs* args, LossAnswer* to) {
   if (!batch.says_all_wanted) {
     args->want = args->max_top_logprobs = args->max_extra_ids = 0;
@@ -407,15 +418,20 @@ class OpRunner {
 
   absl::StatusOr<VerifyAnswer> Verify(const HostTensor& logits, const SampleBatch& batch,
                                       const VerifyBatch& verify) {
-    VerifyArgs args{.sequence_count = static_cast<int64_t>(verify.sequences.size())};
+    VerifyArgs args;
     VerifyAnswer answer;
     Add(*arena_, logits, &args.sample.logits);
-    Add(*arena_, batch, &args.sample, &answer.rows);
-    arena_->In(verify.drafts, &args.drafts);
-    arena_->In(verify.draft_ids, &args.draft_ids);
-    arena_->In(verify.draft_probs, &args.draft_probs);
-    arena_->In(verify.sequences, &args.sequences);
-    AddOutput(*arena_, args.sequence_count, kUnwrittenIndex, &answer.accepted, &args.accepted);
+    Add(*arena_, batch, verify, &args, &answer);
+    return Run(args, answer);
+  }
+
+  absl::StatusOr<VerifyAnswer> LinearVerify(const HostTensor& hidden, const HostHead& head,
+                                            const SampleBatch& batch, const VerifyBatch& verify) {
+    LinearVerifyArgs args;
+    VerifyAnswer answer;
+    Add(*arena_, hidden, &args.hidden);
+    Add(*arena_, head, &args.head);
+    Add(*arena_, batch, verify, &args.verify, &answer);
     return Run(args, answer);
   }
 

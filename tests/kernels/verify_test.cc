@@ -15,11 +15,13 @@
 #include "tests/kernels/cpu_test.h"
 #include "tests/kernels/sample_cases.h"
 #include "tests/kernels/sample_reference.h"
+#include "tests/kernels/verify_cases.h"
 
 namespace logitd::testing {
 namespace {
 
 class VerifyCpuTest : public CpuTest {};
+const bool kRegistered = RegisterChecks<VerifyCpuTest>("VerifyCpuTest", VerifyChecks());
 
 HostTensor Tensor(const std::vector<std::vector<float>>& rows) {
   HostTensor tensor(DType::kF32, rows.size(), rows[0].size(), rows[0].size(), 0);

@@ -165,8 +165,9 @@ TEST(SampleCodecTest, ATopKThatKeepsAllIsTakenAsEveryClientWritesIt) {
 }
 
 // Two rows for the head of one_head.h.
-v1::SampleRequest Hidden() {
-  v1::SampleRequest request;
+template <typename Request = v1::SampleRequest>
+Request Hidden() {
+  Request request;
   request.set_dtype(v1::DTYPE_F32);
   request.set_rows(2);
   request.set_head("h");
@@ -542,6 +543,32 @@ TEST(VerifyCodecTest, SequencesAndDraftsCountFromTheJobsPlaceInTheBatch) {
   EXPECT_THAT(As<int32_t>(arrays[ops::kVerifyInDraftIds.index]), ElementsAre(1, 2));
   EXPECT_THAT(As<float>(arrays[ops::kVerifyInDraftProbs.index]),
               ElementsAre(0.25f, 0.75f, 0.1f, 0.2f, 0.3f, 0.4f));
+}
+
+TEST(VerifyCodecTest, HiddenStatesAreAJobOfTheirHead) {
+  v1::VerifyRequest request = Hidden<v1::VerifyRequest>();
+  request.add_sequence_rows(2);
+  request.add_drafts(2);
+  ParsedVerify p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.key.op, &ops::kLinearVerifyTraits);
+  EXPECT_EQ(p.spec.key.row_elements, 2);
+  EXPECT_EQ(p.spec.key.head, p.heads.watch().lock().get());
+  EXPECT_TRUE(p.spec.whole);
+  const Outputs outputs;
+  const std::string bytes = p.codec.Encode({.outputs = outputs.spans}, {}).ToString();
+  EXPECT_LE(static_cast<int64_t>(bytes.size()), p.codec.answer_bytes());
+  v1::VerifyResponse response;
+  ASSERT_TRUE(response.ParseFromString(bytes));
+  EXPECT_EQ(response.head_version(), testing::OneHead::kVersion);
+  EXPECT_THAT(response.accepted(), ElementsAre(1));
+
+  request.set_drafts(0, 3);  // the head has 3 tokens
+  EXPECT_THAT(std::string(ParsedVerify(request).status.message()),
+              HasSubstr("drafts: got token 3 at row 0, allowed 0..2"));
+  request.set_drafts(0, 2);
+  request.set_head_version(8);
+  EXPECT_EQ(ParsedVerify(request).status.code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST(VerifyCodecTest, ATopKThatKeepsAllIsTaken) {

@@ -158,7 +158,7 @@ class SlicesTest : public ::testing::Test {
     return MakeJob(op, MakeSampleRows(rows));
   }
 
-  std::shared_ptr<OpJob> Verify(int64_t rows) {
+  std::shared_ptr<OpJob> Verify(const engine::OpTraits& op, int64_t rows) {
     VerifyRows filled;
     static_cast<SampleRows&>(filled) = MakeSampleRows(rows);
     for (int64_t r = 0; r < rows; r += 3) {
@@ -166,7 +166,7 @@ class SlicesTest : public ::testing::Test {
           {.first_row = r, .rows = static_cast<int32_t>(std::min<int64_t>(3, rows - r))});
     }
     filled.drafts.resize(static_cast<size_t>(rows));
-    return MakeJob(kVerifyTraits, std::move(filled));
+    return MakeJob(op, std::move(filled));
   }
 
   std::shared_ptr<OpJob> Score(const engine::OpTraits& op, int64_t rows) {
@@ -235,7 +235,9 @@ class SlicesTest : public ::testing::Test {
     add("sample", kSampleTraits, true, [this](int64_t n) { return Sample(kSampleTraits, n); });
     add("linear_sample", kLinearSampleTraits, true,
         [this](int64_t n) { return Sample(kLinearSampleTraits, n); });
-    add("verify", kVerifyTraits, false, [this](int64_t n) { return Verify(n); });
+    add("verify", kVerifyTraits, false, [this](int64_t n) { return Verify(kVerifyTraits, n); });
+    add("linear_verify", kLinearVerifyTraits, false,
+        [this](int64_t n) { return Verify(kLinearVerifyTraits, n); });
     add("cross_entropy", kCrossEntropyTraits, true,
         [this](int64_t n) { return Score(kCrossEntropyTraits, n); });
     add("linear_cross_entropy", kLinearCrossEntropyTraits, true,

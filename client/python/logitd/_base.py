@@ -148,9 +148,7 @@ class Base:
         draft_probs: Any,
         params: Mapping[str, Any],
     ) -> Call[results.VerifyResult]:
-        (dtype, arena, deadline), rest = split(params, "dtype", "arena", "deadline")
-        rows = row_input(logits, dtype=dtype, arena=arena)
-        row_params = RowParams(REQUESTS["verify"][1], "verify", rest, rows.rows, rows.width)
+        rows, row_params, deadline = row_request("verify", logits, params)
         fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
         return self._session.rows("verify", rows, row_params, deadline, fields)
 

@@ -106,7 +106,7 @@ class AsyncClient(Base):
 
     async def verify(
         self,
-        logits: Array,
+        logits: Optional[Array] = None,
         *,
         sequence_rows: Union[int, Sequence[int], Array],
         drafts: Union[Sequence[int], Array],

@@ -125,7 +125,7 @@ class Client(Base):
 
     def verify(
         self,
-        logits: Array,
+        logits: Optional[Array] = None,
         *,
         sequence_rows: Union[int, Sequence[int], Array],
         drafts: Union[Sequence[int], Array],
@@ -136,7 +136,8 @@ class Client(Base):
     ) -> VerifyResult:
         """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
 
-        logits: [N, V], sequence after sequence: the target's at each draft, and after the last draft.
+        logits: [N, V], sequence after sequence: the target's at each draft, and after the last draft; or `hidden`
+            [N, D] with `head`.
         sequence_rows: [S], rows of each sequence: its drafts + 1.
         drafts: [N - S], token ids, row after row.
         draft_kind: for all drafts, or one per draft. "greedy": drawn with certainty, or unknown. "list": from draft_ids

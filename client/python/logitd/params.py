@@ -139,12 +139,8 @@ class SampleParams(InputParams, SamplingParams, total=False):
     """Parameters of sample, and of sample_stream's write."""
 
 
-class VerifyParams(SamplingParams, total=False):
+class VerifyParams(InputParams, SamplingParams, total=False):
     """Parameters of verify."""
-
-    dtype: Optional[DType]
-    arena: Union[Arena, CudaArena, None]
-    deadline: Optional[float]
 
 
 class ScoreParams(InputParams, total=False):

@@ -2,6 +2,7 @@
 //
 //   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of
 //                   that name on the logits; divergence: those of both heads.
+//   verify:         the same, also of rows that no draft reaches.
 //   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary,
 //                   reads them for the loss while they are in L2, and goes on to the next cell. So
 //                   logits never go to memory. What is left of a cell is its partials, which are
@@ -33,6 +34,7 @@
 
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
+#include "kernels/cpu/sampling/verify.h"
 
 namespace logitd::cpu {
 namespace {
@@ -485,6 +487,16 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
                  SampleArgs part = RowsFrom(args.sample, first);
                  part.logits = logits;
                  Sample(part, pool, scratch.sample);
+               });
+}
+
+void LinearVerify(const LinearVerifyArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                  const std::atomic<bool>* abandoned) {
+  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+               [&](int64_t first, const TensorView& logits) {
+                 VerifyArgs part = args.verify;
+                 part.sample.logits = logits;
+                 VerifyRows(part, first, pool);
                });
 }
 

@@ -1,5 +1,4 @@
-// The CPU forms of linear_topk, linear_sample and linear_cross_entropy; the contract is
-// kernels/linear.h.
+// The CPU forms of the linear ops; the contract is kernels/linear.h.
 #ifndef LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
 #define LOGITD_KERNELS_CPU_LINEAR_LINEAR_H_
 
@@ -29,8 +28,8 @@ struct CountedScratch {
   Buffer<RowStatus> status;
 };
 
-// Memory of one stream's linear ops. linear_topk and linear_sample take up to 64 MiB of logits,
-// linear_divergence twice as much.
+// Memory of one stream's linear ops. linear_topk, linear_sample and linear_verify take up to
+// 64 MiB of logits, linear_divergence twice as much.
 // linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
 // bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums
 // for d_hidden, [rows, hidden].
@@ -55,6 +54,8 @@ struct LinearScratch {
 void LinearTopK(const LinearTopKArgs& args, ThreadPool& pool, LinearScratch& scratch,
                 const std::atomic<bool>* abandoned = nullptr);
 void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch& scratch,
+                  const std::atomic<bool>* abandoned = nullptr);
+void LinearVerify(const LinearVerifyArgs& args, ThreadPool& pool, LinearScratch& scratch,
                   const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);

@@ -111,29 +111,40 @@ Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& 
   return drawn;
 }
 
-void VerifyOne(const VerifyArgs& args, int64_t s, const RowThreads& threads,
+// Emits the token of a row that is reached. True: it is the row's draft, so that the next row is
+// reached too. `r` counts from the first row of `block`.
+bool Emit(const VerifyArgs& args, const SampleArgs& block, int64_t r, const VerifyDraft* draft,
+          const RowThreads& threads, SampleScratch& scratch) {
+  const SampleRow& ask = block.rows[r];
+  OpenRow opened;
+  const Rows rows = ReadRow(block, r, threads, scratch);
+  if (!Open(block, r, rows, threads, scratch, opened)) return false;
+  const Drawn drawn = draft != nullptr && draft->kind != DraftKind::kGreedy
+                          ? Reject(args, *draft, ask, opened, threads, scratch)
+                          : Draw(opened.rows.processed, ask, block.history, opened.max,
+                                  threads, scratch);
+  Report(block, r, opened, drawn, threads, scratch);
+  return draft != nullptr && drawn.token == draft->token;
+}
+
+// The part of sequence s in the block of rows from `first` on.
+void VerifyOne(const VerifyArgs& args, int64_t first, int64_t s, const RowThreads& threads,
                SampleScratch& scratch) {
   const VerifySequence& sequence = args.sequences[s];
-  const int64_t end = sequence.first_row + sequence.rows;
-  int64_t r = sequence.first_row;
-  for (bool accepted = true; accepted && r < end; r += accepted) {
-    const SampleRow& ask = args.sample.rows[r];
-    const VerifyDraft& draft = args.drafts[r];
-    const bool has_draft = r + 1 < end;
-    OpenRow opened;
-    const Rows rows = ReadRow(args.sample, r, threads, scratch);
-    if (!Open(args.sample, r, rows, threads, scratch, opened)) break;
-    const Drawn drawn =
-        has_draft && draft.kind != DraftKind::kGreedy
-            ? Reject(args, draft, ask, opened, threads, scratch)
-            : Draw(opened.rows.processed, ask, args.sample.history, opened.max, threads, scratch);
-    Report(args.sample, r, opened, drawn, threads, scratch);
-    accepted = has_draft && drawn.token == draft.token;
+  const SampleArgs block = RowsFrom(args.sample, first);
+  const int64_t sequence_end = sequence.first_row + sequence.rows;
+  const int64_t end = std::min(sequence_end, first + block.logits.rows);
+  int64_t r = std::max(sequence.first_row, first);
+  int32_t& accepted = args.accepted[s];
+  if (r == sequence.first_row) accepted = 0;
+  while (r < end && accepted == r - sequence.first_row) {
+    const VerifyDraft* const draft = r + 1 < sequence_end ? &args.drafts[r] : nullptr;
+    accepted += Emit(args, block, r - first, draft, threads, scratch) ? 1 : 0;
+    ++r;
   }
-  args.accepted[s] = static_cast<int32_t>(r - sequence.first_row);
-  for (++r; r < end; ++r) {
-    args.sample.logsumexp[r] = std::numeric_limits<float>::quiet_NaN();
-    Refuse(args.sample, r, args.sample.rows[r], {RowCode::kNotReached, -1});
+  for (; r < end; ++r) {
+    block.logsumexp[r - first] = std::numeric_limits<float>::quiet_NaN();
+    Refuse(block, r - first, block.rows[r - first], {RowCode::kNotReached, -1});
   }
 }
 
@@ -145,13 +156,20 @@ namespace logitd::cpu {
 
 HWY_EXPORT(VerifyOne);
 
-void Verify(const VerifyArgs& args, ThreadPool& pool) {
+void Verify(const VerifyArgs& args, ThreadPool& pool) { VerifyRows(args, /*first=*/0, pool); }
+
+void VerifyRows(const VerifyArgs& args, int64_t first, ThreadPool& pool) {
   const bool cut = MayBeCut(args.sample.logits.cols);
+  const auto has_rows = [&](int64_t s) {
+    const VerifySequence& sequence = args.sequences[s];
+    return std::max(sequence.first_row, first) <
+           std::min(sequence.first_row + sequence.rows, first + args.sample.logits.rows);
+  };
   FinishRows(
-      args.sequence_count, pool, [&](int64_t s) { return cut && args.sequences[s].rows > 0; },
+      args.sequence_count, pool, [&](int64_t s) { return cut && has_rows(s); },
       [&](int64_t s, const RowThreads& threads) {
-        if (args.sequences[s].rows == 0) return;
-        HWY_DYNAMIC_DISPATCH(VerifyOne)(args, s, threads, SampleScratchOfThisThread());
+        if (!has_rows(s)) return;
+        HWY_DYNAMIC_DISPATCH(VerifyOne)(args, first, s, threads, SampleScratchOfThisThread());
       });
 }
 

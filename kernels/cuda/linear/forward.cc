@@ -1,5 +1,6 @@
-// linear_topk, _sample, _cross_entropy, _divergence: the logits of a block of rows are made in
-// scratch, in fp32, of both heads for a divergence, and the op that takes logits runs on them.
+// linear_topk, _sample, _verify, _cross_entropy, _divergence: the logits of a block of rows are
+// made in scratch, in fp32, of both heads for a divergence, and the op that takes logits runs on
+// them.
 // hopper/loss.cu computes losses without logits for the rows that want only losses and extras. Rows
 // with supports take theirs from the logits that linear_sample makes. routes.cc says which kernel
 // makes logits.
@@ -25,9 +26,13 @@
 #include "kernels/cuda/linear/split_rows.h"
 #include "kernels/cuda/loss/support.h"
 #include "kernels/cuda/ops.h"
+#include "kernels/cuda/sampling/verify.h"
 
 namespace logitd::cuda {
 namespace {
+
+// Ops that choose tokens need more scratch of their own than cross_entropy.
+constexpr int kTokensScratchShare = 4;
 
 // Runs `op`, which takes logits, on blocks of rows; `args` are those of all rows.
 template <class Args>
@@ -36,8 +41,7 @@ cudaError_t RunOnLogits(LinearOp linear_op, const TensorView& hidden, const Head
                         cudaError_t (*op)(const Args&, const Scratch&, cudaStream_t),
                         Products& products, Scratch scratch, cudaStream_t stream) {
   const LinearRoute route = RouteOf(linear_op, head, scratch, /*logits=*/true);
-  // Ops that choose tokens need more scratch of their own than cross_entropy.
-  const int scratch_share = linear_op == LinearOp::kTokens ? 4 : 2;
+  const int scratch_share = linear_op == LinearOp::kTokens ? kTokensScratchShare : 2;
   const BlockLogits block(head, head.vocab(), route, scratch_share, products, scratch, stream);
   for (int64_t first = 0; first < hidden.rows; first += block.rows()) {
     const int64_t rows = std::min(block.rows(), hidden.rows - first);
@@ -97,12 +101,31 @@ cudaError_t LinearSample(const LinearSampleArgs& args, Products& products, const
                      scratch, stream);
 }
 
+// A block has as many rows as that of linear_sample, so the logits have the same bits.
+cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const Scratch& given,
+                         cudaStream_t stream) {
+  const int64_t all = args.hidden.rows;
+  if (args.verify.sequence_count == 0 || all == 0) return cudaSuccess;
+  Scratch scratch = given;
+  const LinearRoute route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);
+  const BlockLogits block(args.head, args.head.vocab(), route, kTokensScratchShare, products,
+                          scratch, stream);
+  const VerifySteps steps(args.verify, all, scratch, stream);
+  cudaError_t error = steps.Begin();
+  for (int64_t first = 0; first < all && error == cudaSuccess; first += block.rows()) {
+    const int64_t rows = std::min(block.rows(), all - first);
+    error = block.Make(RowsOf(args.hidden, first, rows), scratch);
+    if (error == cudaSuccess) error = steps.Rows(block.View(rows), first, scratch);
+  }
+  return error == cudaSuccess ? steps.End() : error;
+}
+
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
                              const Scratch& given, cudaStream_t stream) {
   Scratch scratch = given;
   const auto block_of = [&](const HeadView& head) {
     const LinearRoute route = RouteOf(LinearOp::kTokens, head, scratch, /*logits=*/true);
-    return BlockLogits(head, head.vocab(), route, /*scratch_share=*/4, products, scratch, stream);
+    return BlockLogits(head, head.vocab(), route, kTokensScratchShare, products, scratch, stream);
   };
   const BlockLogits block = block_of(args.head), reference = block_of(args.reference_head);
   const int64_t at_once = std::min(block.rows(), reference.rows());

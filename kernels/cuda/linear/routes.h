@@ -11,7 +11,7 @@
 namespace logitd::cuda {
 
 enum class LinearOp : uint8_t {
-  kTokens,     // linear_topk, linear_sample
+  kTokens,     // linear_topk, linear_sample, linear_verify
   kLosses,     // linear_cross_entropy
   kGradients,  // its backward
   kTraining,   // both in one

@@ -18,11 +18,12 @@ namespace {
 // Choice tells what it holds by the number, which must be the same in every request.
 constexpr uint32_t kHiddenNumber = v1::TopKRequest::kHiddenFieldNumber;
 static_assert(v1::SampleRequest::kHiddenFieldNumber == int{kHiddenNumber});
+static_assert(v1::VerifyRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::ScoreRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::TopKResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
 static_assert(v1::SampleResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
+static_assert(v1::VerifyResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
 static_assert(v1::ScoreResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
-static_assert(v1::VerifyRequest::kLogitsFieldNumber != int{kHiddenNumber});
 constexpr uint32_t kSharedNumber = v1::TopKRequest::kSharedFieldNumber;
 static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});

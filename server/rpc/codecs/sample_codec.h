@@ -20,7 +20,7 @@
 
 namespace logitd::rpc {
 
-// SampleRequest as it is in the message; a VerifyRequest has the same fields, except hidden states.
+// SampleRequest as it is in the message; a VerifyRequest has the same fields.
 struct SampleFields : InputFields {
   AnyLists params = ListsFor(kSampleParams);
   Int32List history_count;

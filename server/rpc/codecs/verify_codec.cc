@@ -27,6 +27,12 @@ static_assert(v1::DRAFT_KIND_GREEDY == static_cast<int>(DraftKind::kGreedy));
 static_assert(v1::DRAFT_KIND_LIST == static_cast<int>(DraftKind::kList));
 static_assert(v1::DRAFT_KIND_DENSE == static_cast<int>(DraftKind::kDense));
 
+absl::Status CheckIsWhole(const engine::Head* head) {
+  if (head == nullptr || !head->sharded()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "head: got %s, which is cut over devices, allowed one that is not", head->info().name));
+}
+
 absl::Status BuildSequences(const Int32List& sequence_rows, ops::VerifyRows* rows) {
   const auto row_count = static_cast<int64_t>(rows->rows.size());
   int64_t next = 0;
@@ -143,6 +149,7 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
   static const auto* const table =
       new auto(FieldTable<VerifyFields>(v1::VerifyRequest::descriptor())
                    .Add(kLogitsFields)
+                   .Add(kHiddenFields)
                    .Add(kSampleListFields)
                    .Add(kDraftFields)
                    .Add(kSampleParams, &SampleFields::params));
@@ -153,6 +160,7 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
   LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
+  LOGITD_RETURN_IF_ERROR(CheckIsWhole(input_.head().get()));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));
@@ -166,6 +174,7 @@ EncodedMessage VerifyCodec::Encode(const engine::JobAnswer& answer, const CallTi
     WriteSampleAnswer(rows_, answer, times, writer);
     WriteVarints(writer, Response::kAcceptedFieldNumber, answer.Out(ops::kVerifyAccepted),
                  [](int32_t accepted) { return accepted; });
+    writer.VarintField(kHeadVersionNumber, input_.head_version());
     WriteSampleWanted(rows_, answer, writer);
   });
 }

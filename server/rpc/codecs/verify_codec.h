@@ -1,4 +1,4 @@
-// Sampler.Verify: proto <-> rows of verify.
+// Sampler.Verify: proto <-> rows of verify, or of linear_verify where hidden states come.
 #ifndef LOGITD_SERVER_RPC_CODECS_VERIFY_CODEC_H_
 #define LOGITD_SERVER_RPC_CODECS_VERIFY_CODEC_H_
 
@@ -30,7 +30,7 @@ absl::Status ParseVerifyFields(Pieces pieces, size_t max_list, VerifyFields* fie
 class VerifyCodec final : public RowCodec<ops::VerifyRows> {
  public:
   explicit VerifyCodec(Finders find)
-      : RowCodec(ops::kVerifyTraits, ops::kVerifyTraits, std::move(find)) {}
+      : RowCodec(ops::kVerifyTraits, ops::kLinearVerifyTraits, std::move(find)) {}
 
   absl::Status Parse(Pieces pieces, int64_t max_rows, engine::JobSpec* spec) override;
   EncodedMessage Encode(const engine::JobAnswer& answer, const CallTimes& times) override;

@@ -165,8 +165,6 @@ class AnswersTest(LeaseTestCase):
                 hidden[:] = values
                 for client in self.both(self.server.unix):
                     for name, call in calls(client, 6, 500).items():
-                        if name == "verify":  # takes only logits
-                            continue
                         with self.subTest(layout=layout, call=name):
                             got = call(hidden=hidden, head="lm", arena=arena)
                             self.assert_same(got, call(hidden=values, head="lm"))

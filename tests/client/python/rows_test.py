@@ -462,6 +462,10 @@ class HeadsTest(ServerTestCase):
             self.assertEqual(top.indices.dense().tolist(), [order(row)[:4].tolist() for row in logits])
             token = client.sample(hidden=hidden, head="lm", temperature=0).tokens
             self.assertEqual(token.tolist(), logits.argmax(axis=1).tolist())
+            drafts = [token[0], (token[1] + 1) % 500]
+            verified = client.verify(hidden=hidden, head="lm", sequence_rows=3, drafts=drafts, temperature=0)
+            self.assertEqual((verified.accepted.tolist(), verified.tokens.tolist()), ([1], [*token[:2], -1]))
+            self.assertEqual(verified.head_version, top.head_version)
             every = client.sample(hidden=hidden, head="lm", seed=2).tokens
             kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
             self.assertEqual(kept.tolist(), every.tolist())

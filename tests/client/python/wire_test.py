@@ -128,7 +128,7 @@ class ParamsTest(unittest.TestCase):
             (params.TopKParams, "TopKRequest", {"k"}),
             (params.SampleParams, "SampleRequest", set()),
             (params.ScoreParams, "ScoreRequest", {"targets"}),
-            (params.VerifyParams, "VerifyRequest", {"hidden", "head"}),
+            (params.VerifyParams, "VerifyRequest", set()),
         ):
             names = set(_params.names(_messages.Codec(message)))
             self.assertEqual((set(kind.__annotations__) | arguments) - given, names, message)
