@@ -87,6 +87,32 @@ constexpr uint64_t DraftWeight(float q, double total) {
   return static_cast<uint64_t>(std::nearbyint((q < 1 ? q : 1.0) * total));
 }
 
+// ---- Block verification (kernels/verify.h)
+
+// A weight times `share`, at most 1.
+constexpr uint64_t WeightOfShare(double share, uint64_t weight) {
+  return static_cast<uint64_t>(std::nearbyint(share * static_cast<double>(weight)));
+}
+
+// s after a draft whose target has this weight, and whose q has this mass.
+constexpr double ShareAfter(double share, uint64_t weight, uint64_t mass) {
+  const double reach = share * static_cast<double>(weight);
+  if (reach == 0) return 0;
+  const auto most = static_cast<double>(mass);
+  return reach < most ? reach / most : 1;
+}
+
+// Whether the draft before a row with this s is chosen: `left` is the row's sum of R, `total` that
+// of W.
+constexpr bool CoinChooses(double share, uint64_t left, uint64_t total, uint64_t coin) {
+  return share == 1 || MulHigh(coin, left + WeightOfShare(1 - share, total)) < left;
+}
+
+// The same for the last draft.
+constexpr bool CoinChoosesLast(double share, uint64_t coin) {
+  return share == 1 || coin < static_cast<uint64_t>(share * 0x1p64);
+}
+
 // The mass that is `share` of `total`: ceil(share * total), at least 1. 0 <= share < 1.
 constexpr uint64_t MassNeeded(float share, uint64_t total) {
   // Exact from a share of 2^-40 up. A smaller top_p keeps only the first token either way, which

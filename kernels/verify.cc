@@ -33,7 +33,8 @@ absl::Status CheckDraws(absl::Span<const SampleRow> rows) {
   return absl::OkStatus();
 }
 
-absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
+// `block`: the draft's sequence has block verification.
+absl::Status CheckDraft(const VerifyRequest& request, size_t r, bool block) {
   const VerifyDraft& draft = request.drafts[r];
   const int64_t vocab = request.sample.vocab;
   if (draft.token < 0 || draft.token >= vocab) {
@@ -43,7 +44,9 @@ absl::Status CheckDraft(const VerifyRequest& request, size_t r) {
   LOGITD_RETURN_IF_ERROR(CheckCoin(request.sample.params[r], draft, r));
   switch (draft.kind) {
     case DraftKind::kGreedy:
-      return absl::OkStatus();
+      if (!block) return absl::OkStatus();
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "draft_kind: got greedy at row %d, allowed list, dense with block_verification", r));
     case DraftKind::kDense:
       return CheckSlice("draft_probs", r, draft.first_prob, vocab, vocab,
                         request.draft_probs.size());
@@ -96,7 +99,7 @@ absl::Status CheckVerify(const VerifyRequest& request) {
           sequence.first_row, sequence.first_row, sequence.rows, s, next, left));
     }
     for (int64_t r = next; r + 1 < next + sequence.rows; ++r) {
-      LOGITD_RETURN_IF_ERROR(CheckDraft(request, static_cast<size_t>(r)));
+      LOGITD_RETURN_IF_ERROR(CheckDraft(request, static_cast<size_t>(r), sequence.block != 0));
     }
     next += sequence.rows;
   }

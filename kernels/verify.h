@@ -35,8 +35,8 @@ static_assert(sizeof(VerifyDraft) == 32);
 // nothing is written for it.
 struct VerifySequence {
   int64_t first_row;
-  int32_t rows;    // drafts + 1; 0 = skip
-  int32_t unused;  // 0
+  int32_t rows;   // drafts + 1; 0 = skip
+  int32_t block;  // 1: block verification, without drafts of kGreedy; else 0
 };
 
 // Emits tokens for every sequence: the accepted drafts, then one bonus token. Each has the
@@ -55,6 +55,18 @@ struct VerifySequence {
 // In both cases each token has probability p given the tokens before it, provided that d was drawn
 // from q and that q does not depend on the row's random bits.
 //
+// Block verification decides about all drafts of a sequence together. The tokens have the same
+// joint distribution, and on average as many drafts or more are accepted. With rows 0..n, and d_i
+// the draft of row i - 1:
+//
+//   s_0 = 1, s_i = min(1, s_(i-1) p(d_i) / q(d_i)) with p, q of row i - 1
+//   h_i = R_i / (R_i + 1 - s_i), R_i = sum max(s_i p - q, 0) over row i; h_n = s_n
+//
+// Every i >= 1 is chosen with probability h_i. The largest i that is chosen is how many drafts are
+// accepted; 0 where none is. The bonus token is drawn from max(s_i p - q, 0) of row i, normalised;
+// at row n it is that of `sample`. A row that `sample` refuses is the last of its sequence: drafts
+// after it count as not sent.
+//
 // A row's draws are refused. xtc is refused with a draft of the others, whose coin it would use,
 // and so is a watermark, whose token such a draft need not be. typical_p and the other filters
 // shape p.
@@ -69,15 +81,23 @@ struct VerifySequence {
 // R_i = max(W_i - Q_i, 0), the token is the lowest i with sum_{j <= i} R_j >
 // floor(UniformBits(seed, position) sum R / 2^64); where sum R is 0, W takes the place of R.
 //
+// Block verification: s is a double. s_i = min(1, t / Q_d), with t = s_(i-1) W_d, each operation
+// rounded; 0 where t is 0, else 1 where Q_d is 0. R_j = max(s_i W_j - Q_j, 0), with the product
+// rounded to nearest, ties to even. i is chosen by the coin of row i - 1: where s_i = 1, or
+// floor(coin D / 2^64) < sum R, with D = sum R + ((1 - s_i) S, rounded likewise); n where s_n = 1,
+// or coin < floor(s_n 2^64). The bonus token as above, by the bits of its row.
+//
 // The outputs of a row are those of `sample` for the token emitted there: the draft, or the bonus
 // token. Rows after the last one reached are kNotReached: token -1, rank 0, ids -1,
 // log-probabilities -inf, logsumexp NaN. A row that `sample` refuses ends its sequence without a
 // token.
 //
 // A sequence's bits depend only on its own rows, parameters and drafts. Backends agree as in
-// `sample`.
+// `sample`; by block verification they may choose otherwise where a coin, as a fraction, is within
+// 1e-5 i / (R_i + 1 - s_i) of h_i.
 // Source: Leviathan, Kalman & Matias, Fast inference from transformers via speculative decoding,
-// arXiv:2211.17192.
+// arXiv:2211.17192. Block verification: Sun et al., Block verification accelerates speculative
+// decoding, arXiv:2403.10444.
 //
 // All pointers are in the memory of the backend that runs the op.
 struct VerifyArgs {
@@ -87,6 +107,7 @@ struct VerifyArgs {
   const float* draft_probs = nullptr;         // of all drafts
   const VerifySequence* sequences = nullptr;  // [sequence_count]; every active row is in one
   int64_t sequence_count = 0;
+  bool blocks = false;          // false: no sequence has block verification
   int32_t* accepted = nullptr;  // [sequence_count], drafts accepted; the bonus token's row
 };
 

@@ -32,9 +32,9 @@ namespace {
 constexpr int kMaxThreads = 1024;
 
 // Memory of a stream's ops, by its type, and the flag of Stream::Watch.
-using Memory =
-    std::tuple<cpu::SketchScratch, cpu::SampleCallScratch, cpu::Buffer<double>, cpu::LossScratch,
-               cpu::DivergenceScratch, cpu::LinearScratch, const std::atomic<bool>*>;
+using Memory = std::tuple<cpu::SketchScratch, cpu::SampleCallScratch, cpu::Buffer<double>,
+                          cpu::LossScratch, cpu::DivergenceScratch, cpu::VerifyScratch,
+                          cpu::LinearScratch, const std::atomic<bool>*>;
 
 // An op's function, which is found by the arguments that it takes.
 template <class Args, class... More>

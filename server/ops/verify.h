@@ -33,6 +33,9 @@ inline constexpr auto kVerifyOutputs =
                      kSampleSupportIds, kSampleSupportLogprobs, kSampleEntropies,
                      kSampleRawEntropies, kSampleDrawTokens, kSampleDrawLogprobs, kVerifyAccepted);
 
+// A bit of JobSpec::wanted, besides those of sample: some sequence has block verification.
+inline constexpr uint32_t kBlockVerification = 1u << 8;
+
 inline VerifyArgs VerifyArgsOf(const engine::BatchView& batch) {
   return {.sample = SampleArgsOf(batch),
           .drafts = batch.In(kVerifyInDrafts),
@@ -40,6 +43,7 @@ inline VerifyArgs VerifyArgsOf(const engine::BatchView& batch) {
           .draft_probs = batch.In(kVerifyInDraftProbs),
           .sequences = batch.In(kVerifyInSequences),
           .sequence_count = batch.counts[kVerifySequences],
+          .blocks = (batch.wanted & kBlockVerification) != 0,
           .accepted = batch.Out(kVerifyAccepted)};
 }
 
@@ -82,6 +86,9 @@ struct VerifyRows : SampleRows {
   }
   void FillHints(engine::JobSpec* spec) const {
     SampleRows::FillHints(spec);
+    for (const VerifySequence& sequence : sequences) {
+      if (sequence.block != 0) spec->wanted |= kBlockVerification;
+    }
     // A sequence is several rows, and refers to them by their places in the batch.
     spec->whole = true;
   }

@@ -239,6 +239,32 @@ TEST_P(SampleTransportTest, VerifyOfOneHotDraftsEmitsTheTokensOfSample) {
   EXPECT_EQ(response.status(4), v1::ROW_STATUS_NOT_REACHED);
 }
 
+// p is (1/3, 2/3) and q the other way round. The coins of seed 0 are 0.4268 at position 3, 0.9170
+// at 4: token by token a draft of token 0 is accepted below 1/2; of two together, both below 1/4.
+TEST_P(SampleTransportTest, BlockVerificationDecidesAboutDraftsTogether) {
+  std::vector<float> logits;
+  for (int row = 0; row < 3; ++row) {
+    for (double p : {1.0 / 3, 2.0 / 3}) logits.push_back(static_cast<float>(std::log(p)));
+  }
+  v1::VerifyRequest request = Of<v1::VerifyRequest>(logits, 3);
+  request.add_seed(0);
+  for (uint64_t position : {3, 4, 5}) request.add_position(position);
+  request.add_sequence_rows(3);
+  for (int draft : {0, 0}) request.add_drafts(draft);
+  request.add_draft_kind(v1::DRAFT_KIND_DENSE);
+  const std::vector<float> q = {2.0f / 3, 1.0f / 3, 2.0f / 3, 1.0f / 3};
+  request.set_draft_probs(std::string(reinterpret_cast<const char*>(q.data()), 16));
+  v1::VerifyResponse response;
+  grpc::Status status = stub_->Verify(Context().get(), request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.tokens(), ElementsAre(0, 1, -1));
+  request.set_block_verification(true);
+  status = stub_->Verify(Context().get(), request, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_THAT(response.accepted(), ElementsAre(0));
+  EXPECT_THAT(response.tokens(), ElementsAre(1, -1, -1));
+}
+
 // --- streams
 
 TEST_P(SampleTransportTest, AStreamAnswersWithTheBitsOfUnaryCalls) {

@@ -49,6 +49,7 @@ inline void Compare(const v1::VerifyRequest& expected, const VerifyFields& ours,
   compare->List("draft_count", expected.draft_count(), ours.draft_count);
   compare->List("draft_ids", expected.draft_ids(), ours.draft_ids);
   compare->Bytes("draft_probs", expected.draft_probs(), ours.draft_probs);
+  compare->Note("block_verification", ours.block_verification == expected.block_verification());
 }
 
 // Runs what a server would up to the op, into memory of exactly the size that the job asked for.

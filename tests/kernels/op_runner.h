@@ -280,6 +280,8 @@ inline void Add(Arena& arena, const SampleBatch& batch, const VerifyBatch& verif
   arena.In(verify.draft_probs, &args->draft_probs);
   arena.In(verify.sequences, &args->sequences);
   args->sequence_count = static_cast<int64_t>(verify.sequences.size());
+  args->blocks = std::any_of(verify.sequences.begin(), verify.sequences.end(),
+                             [](const VerifySequence& sequence) { return sequence.block != 0; });
   AddOutput(arena, args->sequence_count, kUnwrittenIndex, &to->accepted, &args->accepted);
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <random>
 #include <string>
@@ -202,12 +203,15 @@ TEST(RowThreadsTest, VerifyOfLongRowsHasTheSameBitsOnAnyNumberOfThreads) {
         {.token = token, .count = 0, .kind = r % 2 == 0 ? DraftKind::kDense : DraftKind::kGreedy});
   }
   for (const std::vector<int32_t>& lengths :
-       {std::vector<int32_t>{9}, {4, 5}, {3, 3, 3}, {1, 1, 1, 1, 1, 1, 1, 1, 1}}) {
+       {std::vector<int32_t>{9}, {4, 5}, {3, 3, 3}, {1, 1, 1, 1, 1, 1, 1, 1, 1}, {-9}, {-4, 5}}) {
     verify.sequences.clear();
     int64_t first = 0;
-    for (const int32_t length : lengths) {
-      verify.sequences.push_back({.first_row = first, .rows = length});
-      first += length;
+    for (const int32_t length : lengths) {  // below 0: with block verification
+      const int32_t count = std::abs(length);
+      verify.sequences.push_back({.first_row = first, .rows = count, .block = length < 0 ? 1 : 0});
+      for (int64_t r = first; length < 0 && r < first + count; ++r)
+        verify.drafts[r].kind = DraftKind::kDense;
+      first += count;
     }
     const auto one = CreateBackend("cpu", {.cpu_threads = 1}).value();
     const VerifyAnswer want =

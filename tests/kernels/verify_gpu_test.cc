@@ -38,7 +38,7 @@ TEST_F(VerifyGpuTest, AgreesWithTheCpuBackend) {
     }
     const SampleAnswer sampled = cpu_->Sample(tensor, batch).value();
     const VerifyBatch verify =
-        RandomDrafts(sampled.tokens, vocab, /*longest=*/6, /*first=*/0, random);
+        RandomDrafts(sampled.tokens, vocab, /*longest=*/6, /*first=*/0, Blocks::kSome, random);
     const VerifyAnswer want = cpu_->Verify(tensor, batch, verify).value();
     const VerifyAnswer got = runner_->Verify(tensor, batch, verify).value();
     EXPECT_EQ(got.accepted, want.accepted) << "vocab " << vocab;

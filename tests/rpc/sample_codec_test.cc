@@ -571,6 +571,24 @@ TEST(VerifyCodecTest, HiddenStatesAreAJobOfTheirHead) {
   EXPECT_EQ(ParsedVerify(request).status.code(), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST(VerifyCodecTest, BlockVerificationIsOfAllSequences) {
+  v1::VerifyRequest request = Drafts();
+  request.set_draft_kind(1, v1::DRAFT_KIND_LIST);
+  for (int id : {0, 1}) request.add_draft_ids(id);
+  const std::vector<float> probs = {0.25f, 0.75f, 0.5f, 0.5f, 0.1f, 0.2f, 0.3f, 0.4f};
+  request.set_draft_probs(std::string(reinterpret_cast<const char*>(probs.data()), 32));
+  for (const bool block : {false, true}) {
+    request.set_block_verification(block);
+    ParsedVerify p(request);
+    ASSERT_TRUE(p.status.ok()) << p.status;
+    EXPECT_EQ((p.spec.wanted & ops::kBlockVerification) != 0, block);
+    for (const VerifySequence& sequence :
+         As<VerifySequence>(p.Inputs()[ops::kVerifyInSequences.index])) {
+      EXPECT_EQ(sequence.block, block ? 1 : 0);
+    }
+  }
+}
+
 TEST(VerifyCodecTest, ATopKThatKeepsAllIsTaken) {
   v1::VerifyRequest request = Drafts();
   for (int k : {0, -1, 4, 5, 1 << 20, 3}) request.add_top_k(k);
@@ -622,6 +640,8 @@ const testing::Refused<v1::VerifyRequest> kRefusedVerify[] = {
      "draft_ids: got 1 values, allowed 2, the sum of draft_count"},
     {"probabilities_of_greedy_drafts", [](V r) { r->set_draft_kind(2, v1::DRAFT_KIND_GREEDY); },
      "draft_probs: got 6 values, allowed 2"},
+    {"block_verification_of_a_greedy_draft", [](V r) { r->set_block_verification(true); },
+     "draft_kind: got greedy at row 1, allowed list, dense with block_verification"},
     {"half_a_float", [](V r) { r->mutable_draft_probs()->pop_back(); },
      "draft_probs: got 23 bytes"}};
 

@@ -146,10 +146,11 @@ class Base:
         draft_kind: Any,
         draft_ids: Any,
         draft_probs: Any,
+        block_verification: Any,
         params: Mapping[str, Any],
     ) -> Call[results.VerifyResult]:
         rows, row_params, deadline = row_request("verify", logits, params)
-        fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs)
+        fields = verify_fields(sequence_rows, drafts, draft_kind, draft_ids, draft_probs, block_verification)
         return self._session.rows("verify", rows, row_params, deadline, fields)
 
     def _score(self, logits: Any, targets: Any, params: Mapping[str, Any]) -> Call[results.ScoreResult]:

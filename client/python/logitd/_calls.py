@@ -546,7 +546,12 @@ def write_after_done() -> FailedPrecondition:
 
 
 def verify_fields(
-    sequence_rows: Any, drafts: Any, draft_kind: Union[str, Sequence[str], None], draft_ids: Any, draft_probs: Any
+    sequence_rows: Any,
+    drafts: Any,
+    draft_kind: Union[str, Sequence[str], None],
+    draft_ids: Any,
+    draft_probs: Any,
+    block_verification: Any,
 ) -> Dict[str, Any]:
     """The fields of Verify that are about the drafts."""
     codec = REQUESTS["verify"][1]
@@ -567,4 +572,5 @@ def verify_fields(
             parts = list(values)  # a list per draft
         numbers = [_arrays.numbers("draft_probs", part, np.dtype("<f4")).reshape(-1) for part in parts]
         fields["draft_probs"] = np.concatenate(numbers).view(np.uint8)
+    fields["block_verification"] = bool(_arrays.one("block_verification", block_verification, np.dtype(np.bool_)))
     return fields

@@ -113,10 +113,15 @@ class AsyncClient(Base):
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
         draft_probs: Optional[Probabilities] = None,
+        block_verification: bool = False,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """As Client.verify."""
-        return await self._run(self._verify(logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, params))
+        return await self._run(
+            self._verify(
+                logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, block_verification, params
+            )
+        )
 
     async def score(
         self, logits: Optional[Array] = None, *, targets: Ints, **params: Unpack[ScoreParams]

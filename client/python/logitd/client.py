@@ -132,6 +132,7 @@ class Client(Base):
         draft_kind: Union[DraftKind, Sequence[DraftKind], None] = None,
         draft_ids: Optional[TokenLists] = None,
         draft_probs: Optional[Probabilities] = None,
+        block_verification: bool = False,
         **params: Unpack[VerifyParams],
     ) -> VerifyResult:
         """Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
@@ -145,8 +146,14 @@ class Client(Base):
         draft_ids: for each draft of kind "list", its token ids in ascending order, the draft among them; or one list.
         draft_probs: f32, draft after draft: the probabilities that the draft was drawn with, as many as its draft_ids,
             or V. Parameters: params.VerifyParams, each with a value per row of logits.
+        block_verification: decide about all drafts of a sequence together, which accepts as many or more on average;
+            then every draft has probabilities.
         """
-        return self._run(self._verify(logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, params))
+        return self._run(
+            self._verify(
+                logits, sequence_rows, drafts, draft_kind, draft_ids, draft_probs, block_verification, params
+            )
+        )
 
     def score(self, logits: Optional[Array] = None, *, targets: Ints, **params: Unpack[ScoreParams]) -> ScoreResult:
         """The loss of every row's target under softmax(logits / temperature), in nats, and totals over the rows.

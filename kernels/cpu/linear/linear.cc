@@ -2,7 +2,8 @@
 //
 //   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of
 //                   that name on the logits; divergence: those of both heads.
-//   verify:         the same, also of rows that no draft reaches.
+//   verify:         the same, also of rows that no draft reaches; twice for block verification of
+//                   more rows.
 //   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary,
 //                   reads them for the loss while they are in L2, and goes on to the next cell. So
 //                   logits never go to memory. What is left of a cell is its partials, which are
@@ -34,7 +35,6 @@
 
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
-#include "kernels/cpu/sampling/verify.h"
 
 namespace logitd::cpu {
 namespace {
@@ -492,12 +492,19 @@ void LinearSample(const LinearSampleArgs& args, ThreadPool& pool, LinearScratch&
 
 void LinearVerify(const LinearVerifyArgs& args, ThreadPool& pool, LinearScratch& scratch,
                   const std::atomic<bool>* abandoned) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
-               [&](int64_t first, const TensorView& logits) {
-                 VerifyArgs part = args.verify;
-                 part.sample.logits = logits;
-                 VerifyRows(part, first, pool);
-               });
+  // One block stays for all passes.
+  const int passes = VerifyPasses(args.verify);
+  const int at_once = args.hidden.rows <= RowsAtOnce(args.head.vocab()) ? passes : 1;
+  for (int pass = 0; pass < passes; pass += at_once) {
+    ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
+                 [&](int64_t first, const TensorView& logits) {
+                   VerifyArgs part = args.verify;
+                   part.sample.logits = logits;
+                   for (int i = pass; i < pass + at_once; ++i)
+                     VerifyRows(part, i, first, pool, scratch.verify);
+                 });
+    if (IsAbandoned(abandoned)) return;
+  }
 }
 
 void LinearDivergence(const LinearDivergenceArgs& args, ThreadPool& pool, LinearScratch& scratch,

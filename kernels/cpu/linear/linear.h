@@ -11,6 +11,7 @@
 #include "kernels/cpu/loss/divergence.h"
 #include "kernels/cpu/rows/sketch.h"
 #include "kernels/cpu/sampling/sample_row.h"
+#include "kernels/cpu/sampling/verify.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/linear.h"
 #include "kernels/shard_gradients.h"
@@ -40,6 +41,7 @@ struct LinearScratch {
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;
   SampleCallScratch sample;
+  VerifyScratch verify;
   CountedScratch counted;
   Buffer<std::byte> block;
   Buffer<float> targets;

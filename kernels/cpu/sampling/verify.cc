@@ -2,8 +2,9 @@
 // it. Rows after a refused draft are never read. All threads take the long rows of the last few
 // sequences (rows/row_threads.h).
 //
-// Cost: one read of each row up to the first refused draft. A draft with probabilities on an
-// unfiltered row lists every token of the row whose weight is not 0, as a flat top-p does.
+// Cost: one read of each row up to the first refused draft; block verification reads all rows
+// first, and then those up to the bonus token. A draft with probabilities on an unfiltered row
+// lists every token of the row whose weight is not 0, as a flat top-p does.
 #include "kernels/cpu/sampling/verify.h"
 
 #include <algorithm>
@@ -72,79 +73,196 @@ Candidates ListAll(const Row& row, const SampleRow& ask, float max, const RowThr
           .last = kLowestKey};
 }
 
-// Keeps the draft or draws another token, so that the token's distribution is the row's.
-Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& ask,
-             const OpenRow& opened, const RowThreads& threads, SampleScratch& scratch) {
-  const Candidates target = ListAll(opened.rows.processed, ask, opened.max, threads, scratch);
-  const uint64_t total = TotalOf(target, threads, scratch.list);
-  const double temperature = IsGreedy(ask) ? 1 : ActingTemperature(ask);
-  Drawn drawn{.token = draft.token, .support = target.SupportOf(total, opened.max, temperature)};
+// What may be drawn from a row, by integer weights.
+struct Target {
+  Candidates tokens;
+  uint64_t total;
+  Support support;
+};
 
-  DraftMass draft_mass(args, draft, total);
-  uint64_t draft_weight = 0, left = 0;
-  for (int64_t p = 0; p < target.list.pieces; ++p) {
-    for (int64_t i = 0; i < target.list.counts[p]; ++i) {
-      const int32_t token = KeyIndex(target.list.KeysOf(p)[i]);
-      const uint64_t weight = target.Weight(p, i), mass = draft_mass.Of(token);
-      if (token == draft.token) draft_weight = weight;
-      left += weight - std::min(weight, mass);
+Target TargetOf(const SampleRow& ask, const OpenRow& opened, const RowThreads& threads,
+                SampleScratch& scratch) {
+  const Candidates tokens = ListAll(opened.rows.processed, ask, opened.max, threads, scratch);
+  const uint64_t total = TotalOf(tokens, threads, scratch.list);
+  const double temperature = IsGreedy(ask) ? 1 : ActingTemperature(ask);
+  return {tokens, total, tokens.SupportOf(total, opened.max, temperature)};
+}
+
+// A draft against its target, whose weights count `share` times.
+struct Weighed {
+  uint64_t weight = 0;  // of the draft's token in the target, counted once
+  uint64_t mass;        // of its q
+  uint64_t left = 0;    // the sum of what q leaves
+};
+
+// What q leaves of a weight.
+uint64_t LeftOf(uint64_t weight, double share, uint64_t mass) {
+  if (share < 1) weight = WeightOfShare(share, weight);
+  return weight - std::min(weight, mass);
+}
+
+Weighed Weigh(const VerifyArgs& args, const VerifyDraft& draft, const Target& target,
+              double share) {
+  DraftMass draft_mass(args, draft, target.total);
+  Weighed weighed{.mass = DraftMass(args, draft, target.total).Of(draft.token)};
+  for (int64_t p = 0; p < target.tokens.list.pieces; ++p) {
+    for (int64_t i = 0; i < target.tokens.list.counts[p]; ++i) {
+      const int32_t token = KeyIndex(target.tokens.list.KeysOf(p)[i]);
+      const uint64_t weight = target.tokens.Weight(p, i);
+      if (token == draft.token) weighed.weight = weight;
+      weighed.left += LeftOf(weight, share, draft_mass.Of(token));
     }
   }
-  const uint64_t mass = DraftMass(args, draft, total).Of(draft.token);
-  if (MulHigh(CoinBits(ask.seed, ask.position), mass) < draft_weight) return drawn;
+  return weighed;
+}
 
+// A token from what q leaves, whose sum is `left`.
+int32_t DrawLeft(const VerifyArgs& args, const VerifyDraft& draft, const Target& target,
+                 double share, uint64_t left, uint64_t bits) {
   // Nothing is left where p equals q up to rounding. Then the draw is from p.
   const bool all = left == 0;
-  const uint64_t goal = DrawTarget(UniformBits(ask.seed, ask.position), all ? total : left);
-  DraftMass again(args, draft, total);
+  const uint64_t goal = DrawTarget(bits, all ? target.total : left);
+  DraftMass draft_mass(args, draft, target.total);
+  int32_t token = -1;
   uint64_t sum = 0;
   for (int64_t p = 0, i = 0; sum <= goal;) {
-    if (i == target.list.counts[p]) {
+    if (i == target.tokens.list.counts[p]) {
       ++p;
       i = 0;
       continue;
     }
-    drawn.token = KeyIndex(target.list.KeysOf(p)[i]);
-    const uint64_t weight = target.Weight(p, i++);
-    sum += weight - (all ? 0 : std::min(weight, again.Of(drawn.token)));
+    token = KeyIndex(target.tokens.list.KeysOf(p)[i]);
+    const uint64_t weight = target.tokens.Weight(p, i++);
+    sum += all ? weight : LeftOf(weight, share, draft_mass.Of(token));
   }
+  return token;
+}
+
+// Keeps the draft or draws another token, so that the token's distribution is the row's.
+Drawn Reject(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& ask,
+             const OpenRow& opened, const RowThreads& threads, SampleScratch& scratch) {
+  const Target target = TargetOf(ask, opened, threads, scratch);
+  const Weighed weighed = Weigh(args, draft, target, /*share=*/1);
+  Drawn drawn{.token = draft.token, .support = target.support};
+  if (MulHigh(CoinBits(ask.seed, ask.position), weighed.mass) < weighed.weight) return drawn;
+  drawn.token =
+      DrawLeft(args, draft, target, /*share=*/1, weighed.left, UniformBits(ask.seed, ask.position));
   return drawn;
 }
 
-// Emits the token of a row that is reached. True: it is the row's draft, so that the next row is
-// reached too. `r` counts from the first row of `block`.
-bool Emit(const VerifyArgs& args, const SampleArgs& block, int64_t r, const VerifyDraft* draft,
-          const RowThreads& threads, SampleScratch& scratch) {
-  const SampleRow& ask = block.rows[r];
-  OpenRow opened;
-  const Rows rows = ReadRow(block, r, threads, scratch);
-  if (!Open(block, r, rows, threads, scratch, opened)) return false;
-  const Drawn drawn = draft != nullptr && draft->kind != DraftKind::kGreedy
-                          ? Reject(args, *draft, ask, opened, threads, scratch)
-                          : Draw(opened.rows.processed, ask, block.history, opened.max,
-                                  threads, scratch);
-  Report(block, r, opened, drawn, threads, scratch);
-  return draft != nullptr && drawn.token == draft->token;
+// The token of a row with a draft, in a sequence about which `choice` has decided.
+Drawn Decided(const VerifyArgs& args, const VerifyDraft& draft, const SampleRow& ask,
+              const BlockChoice& choice, bool is_accepted, const OpenRow& opened,
+              const RowThreads& threads, SampleScratch& scratch) {
+  const Target target = TargetOf(ask, opened, threads, scratch);
+  if (is_accepted) return {.token = draft.token, .support = target.support};
+  const double share = choice.chosen_share;
+  const uint64_t left = Weigh(args, draft, target, share).left;
+  return {.token = DrawLeft(args, draft, target, share, left, UniformBits(ask.seed, ask.position)),
+          .support = target.support};
 }
 
-// The part of sequence s in the block of rows from `first` on.
+// A sequence's rows in the block of rows from `first` on, all of which `block` has.
+struct RowsOfBlock {
+  const VerifySequence& sequence;
+  SampleArgs block;
+  int64_t first;
+  int64_t begin, end;  // the rows, counted from the call's first
+
+  RowsOfBlock(const VerifyArgs& args, int64_t first, int64_t s)
+      : sequence(args.sequences[s]),
+        block(RowsFrom(args.sample, first)),
+        first(first),
+        begin(std::max(sequence.first_row, first)),
+        end(std::min(sequence_end(), first + block.logits.rows)) {}
+
+  int64_t sequence_end() const { return sequence.first_row + sequence.rows; }
+  const SampleRow& ask(int64_t r) const { return block.rows[r - first]; }
+  // The row's draft; null: it is the sequence's last.
+  const VerifyDraft* DraftOf(const VerifyArgs& args, int64_t r) const {
+    return r + 1 < sequence_end() ? &args.drafts[r] : nullptr;
+  }
+  // False: the row is refused, and its answers are written.
+  bool OpenRowAt(int64_t r, const RowThreads& threads, SampleScratch& scratch,
+                 OpenRow& opened) const {
+    const Rows rows = ReadRow(block, r - first, threads, scratch);
+    return Open(block, r - first, rows, threads, scratch, opened);
+  }
+};
+
+// Takes row r into the choice.
+void ChooseAt(const VerifyArgs& args, const RowsOfBlock& rows, int64_t r, const RowThreads& threads,
+              SampleScratch& scratch, BlockChoice& choice) {
+  const VerifyDraft* const draft = rows.DraftOf(args, r);
+  const double share = choice.share;
+  OpenRow opened;
+  choice.ended = !rows.OpenRowAt(r, threads, scratch, opened) || draft == nullptr;
+  Target target;
+  Weighed weighed;
+  if (!choice.ended) {
+    target = TargetOf(rows.ask(r), opened, threads, scratch);
+    weighed = Weigh(args, *draft, target, share);
+  }
+  if (r > rows.sequence.first_row) {
+    const SampleRow& before = args.sample.rows[r - 1];
+    const uint64_t coin = CoinBits(before.seed, before.position);
+    if (choice.ended ? CoinChoosesLast(share, coin)
+                     : CoinChooses(share, weighed.left, target.total, coin)) {
+      choice.chosen = static_cast<int32_t>(r - rows.sequence.first_row);
+      choice.chosen_share = share;
+    }
+  }
+  if (choice.ended) return;
+  choice.share = ShareAfter(share, weighed.weight, weighed.mass);
+  choice.ended = choice.share == 0;  // no later row can be chosen
+}
+
+// The part of sequence s in the block of rows from `first` on: what its choice is so far.
+void ChooseOne(const VerifyArgs& args, int64_t first, int64_t s, const RowThreads& threads,
+               SampleScratch& scratch, BlockChoice& choice) {
+  const RowsOfBlock rows(args, first, s);
+  if (rows.begin == rows.sequence.first_row)
+    choice = {.share = 1, .chosen_share = 1, .chosen = 0, .ended = false};
+  for (int64_t r = rows.begin; r < rows.end && !choice.ended; ++r)
+    ChooseAt(args, rows, r, threads, scratch, choice);
+}
+
+// Emits the token of a row that is reached. True: it is the row's draft, and it is accepted.
+bool Emit(const VerifyArgs& args, const RowsOfBlock& rows, int64_t r, const BlockChoice* choice,
+          const RowThreads& threads, SampleScratch& scratch) {
+  const SampleRow& ask = rows.ask(r);
+  const VerifyDraft* const draft = rows.DraftOf(args, r);
+  OpenRow opened;
+  if (!rows.OpenRowAt(r, threads, scratch, opened)) return false;
+  bool is_accepted = choice != nullptr && r - rows.sequence.first_row < choice->chosen;
+  Drawn drawn;
+  if (draft == nullptr || draft->kind == DraftKind::kGreedy) {
+    drawn = Draw(opened.rows.processed, ask, rows.block.history, opened.max, threads, scratch);
+  } else if (choice != nullptr) {
+    drawn = Decided(args, *draft, ask, *choice, is_accepted, opened, threads, scratch);
+  } else {
+    drawn = Reject(args, *draft, ask, opened, threads, scratch);
+  }
+  Report(rows.block, r - rows.first, opened, drawn, threads, scratch);
+  if (choice == nullptr) is_accepted = draft != nullptr && drawn.token == draft->token;
+  return is_accepted;
+}
+
+// The part of sequence s in the block of rows from `first` on. `choice`: with block verification,
+// what was chosen.
 void VerifyOne(const VerifyArgs& args, int64_t first, int64_t s, const RowThreads& threads,
-               SampleScratch& scratch) {
-  const VerifySequence& sequence = args.sequences[s];
-  const SampleArgs block = RowsFrom(args.sample, first);
-  const int64_t sequence_end = sequence.first_row + sequence.rows;
-  const int64_t end = std::min(sequence_end, first + block.logits.rows);
-  int64_t r = std::max(sequence.first_row, first);
+               SampleScratch& scratch, const BlockChoice* choice) {
+  const RowsOfBlock rows(args, first, s);
   int32_t& accepted = args.accepted[s];
-  if (r == sequence.first_row) accepted = 0;
-  while (r < end && accepted == r - sequence.first_row) {
-    const VerifyDraft* const draft = r + 1 < sequence_end ? &args.drafts[r] : nullptr;
-    accepted += Emit(args, block, r - first, draft, threads, scratch) ? 1 : 0;
+  int64_t r = rows.begin;
+  if (r == rows.sequence.first_row) accepted = 0;
+  while (r < rows.end && accepted == r - rows.sequence.first_row) {
+    accepted += Emit(args, rows, r, choice, threads, scratch) ? 1 : 0;
     ++r;
   }
-  for (; r < end; ++r) {
-    block.logsumexp[r - first] = std::numeric_limits<float>::quiet_NaN();
-    Refuse(block, r - first, block.rows[r - first], {RowCode::kNotReached, -1});
+  for (; r < rows.end; ++r) {
+    rows.block.logsumexp[r - first] = std::numeric_limits<float>::quiet_NaN();
+    Refuse(rows.block, r - first, rows.ask(r), {RowCode::kNotReached, -1});
   }
 }
 
@@ -154,22 +272,37 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace logitd::cpu {
 
+HWY_EXPORT(ChooseOne);
 HWY_EXPORT(VerifyOne);
 
-void Verify(const VerifyArgs& args, ThreadPool& pool) { VerifyRows(args, /*first=*/0, pool); }
+void Verify(const VerifyArgs& args, ThreadPool& pool, VerifyScratch& scratch) {
+  for (int pass = 0; pass < VerifyPasses(args); ++pass)
+    VerifyRows(args, pass, /*first=*/0, pool, scratch);
+}
 
-void VerifyRows(const VerifyArgs& args, int64_t first, ThreadPool& pool) {
+void VerifyRows(const VerifyArgs& args, int pass, int64_t first, ThreadPool& pool,
+                VerifyScratch& scratch) {
   const bool cut = MayBeCut(args.sample.logits.cols);
-  const auto has_rows = [&](int64_t s) {
+  const bool chooses = pass + 1 < VerifyPasses(args);
+  BlockChoice* const choices = args.blocks ? scratch.choices.Get(args.sequence_count) : nullptr;
+  const auto takes_part = [&](int64_t s) {
     const VerifySequence& sequence = args.sequences[s];
-    return std::max(sequence.first_row, first) <
-           std::min(sequence.first_row + sequence.rows, first + args.sample.logits.rows);
+    return (!chooses || sequence.block != 0) &&
+           std::max(sequence.first_row, first) <
+               std::min(sequence.first_row + sequence.rows, first + args.sample.logits.rows);
   };
   FinishRows(
-      args.sequence_count, pool, [&](int64_t s) { return cut && has_rows(s); },
+      args.sequence_count, pool, [&](int64_t s) { return cut && takes_part(s); },
       [&](int64_t s, const RowThreads& threads) {
-        if (!has_rows(s)) return;
-        HWY_DYNAMIC_DISPATCH(VerifyOne)(args, first, s, threads, SampleScratchOfThisThread());
+        if (!takes_part(s)) return;
+        SampleScratch& of_thread = SampleScratchOfThisThread();
+        if (chooses) {
+          HWY_DYNAMIC_DISPATCH(ChooseOne)(args, first, s, threads, of_thread, choices[s]);
+        } else {
+          HWY_DYNAMIC_DISPATCH(VerifyOne)
+          (args, first, s, threads, of_thread,
+           args.sequences[s].block != 0 ? &choices[s] : nullptr);
+        }
       });
 }
 

@@ -112,12 +112,16 @@ cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const
                           scratch, stream);
   const VerifySteps steps(args.verify, all, scratch, stream);
   cudaError_t error = steps.Begin();
-  for (int64_t first = 0; first < all && error == cudaSuccess; first += block.rows()) {
-    const int64_t rows = std::min(block.rows(), all - first);
-    error = block.Make(RowsOf(args.hidden, first, rows), scratch);
-    if (error == cudaSuccess) error = steps.Rows(block.View(rows), first, scratch);
+  for (int pass = 0; pass < steps.passes() && error == cudaSuccess; ++pass) {
+    for (int64_t first = 0; first < all && error == cudaSuccess; first += block.rows()) {
+      const int64_t rows = std::min(block.rows(), all - first);
+      const bool is_made = pass > 0 && all <= block.rows();
+      if (!is_made) error = block.Make(RowsOf(args.hidden, first, rows), scratch);
+      if (error == cudaSuccess) error = steps.Rows(pass, block.View(rows), first, scratch);
+    }
+    if (error == cudaSuccess) error = steps.End(pass);
   }
-  return error == cudaSuccess ? steps.End() : error;
+  return error;
 }
 
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,

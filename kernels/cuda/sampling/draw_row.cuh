@@ -130,8 +130,8 @@ class WeightsOfCell {
 };
 
 // The sum of the weights of the row; sums of cells are left in cell_sums. Called by all threads.
-template <class Row>
-__device__ __noinline__ uint64_t SumByCells(Row row, uint64_t* cell_sums, TokenWeights weigh) {
+template <class Row, class Weights = TokenWeights>
+__device__ __noinline__ uint64_t SumByCells(Row row, uint64_t* cell_sums, Weights weigh) {
   AreInShared(cell_sums);
   uint64_t total = 0;
   __syncthreads();
@@ -148,25 +148,25 @@ __device__ __noinline__ uint64_t SumByCells(Row row, uint64_t* cell_sums, TokenW
 
 // The lowest token with a sum of more than target, from the sums of cells. By a warp; the same in
 // every lane.
-template <class Row>
+template <class Row, class Weights>
 __device__ __forceinline__ int TokenOfCells(const Row& row, const uint64_t* cell_sums,
-                                            uint64_t target, const TokenWeights& weigh) {
+                                            uint64_t target, const Weights& weigh) {
   const int cells = CellsOf(row.vocab);
   const PrefixEnd end = FindPrefixEnd(0, cells, 0, target + 1, [=](int c) { return cell_sums[c]; });
   const int cell = end.index < 0 ? cells - 1 : end.index;
   const uint64_t before = end.through - cell_sums[cell];
   int token = 0;
   row.Cell(cell * kCell, [&]<class Element>(const LaneCell<Element>& x, int first) {
-    const WeightsOfCell</*kInLoops=*/true, Element, TokenWeights> weights(x, first, weigh);
+    const WeightsOfCell</*kInLoops=*/true, Element, Weights> weights(x, first, weigh);
     token = weights.TokenAt(target - before, min(row.vocab, first + kCell));
   });
   return token;
 }
 
 // The same, called by all threads.
-template <class Row>
+template <class Row, class Weights = TokenWeights>
 __device__ __noinline__ int TokenByCells(Row row, const uint64_t* cell_sums, uint64_t target,
-                                         TokenWeights weigh) {
+                                         Weights weigh) {
   AreInShared(cell_sums);
   DrawShared& s = Finish().draw;
   __syncthreads();

@@ -110,6 +110,7 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
       p.drafts += pass;
       p.has_draft += pass;
       p.accepted += pass;
+      if (p.block_rows != nullptr) p.block_rows += pass;
     }
   }
   return cudaSuccess;

@@ -20,6 +20,27 @@ constexpr int kMostFirst = 12288;
 // OfferGroups numbers a block's groups in 16 bits, and a block here may hold all of a row.
 static_assert(kMaxVocab / kCell <= SmallPool::kMostCells);
 
+// verify: where a row is in a sequence with block verification, once that is decided.
+enum class BlockPlace : int8_t {
+  kNone,    // its sequence has no block verification
+  kBefore,  // its draft is accepted; also until it is decided
+  kBonus,
+  kAfter,
+};
+
+// What the steps of block verification find of a row.
+struct BlockRow {
+  uint64_t weight;  // kWeigh: of the draft's token in the target
+  uint64_t mass;    // kWeigh: of its q
+  double share;     // s
+  uint64_t left;    // kSum: the sum of R
+  uint64_t total;   // kSum: the sum of W
+  BlockPlace place;
+};
+
+// What a launch of SampleRows does at a draft with block verification.
+enum class BlockStep : int8_t { kWeigh, kSum, kEmit };
+
 struct SampleParams {
   SampleArgs args;
   int32_t cells;   // of a row
@@ -43,8 +64,10 @@ struct SampleParams {
   const VerifyDraft* drafts;  // [rows]
   const int32_t* draft_ids;
   const float* draft_probs;
-  uint8_t* has_draft;  // [rows]
-  uint8_t* accepted;   // [rows]
+  uint8_t* has_draft;    // [rows]
+  uint8_t* accepted;     // [rows]
+  BlockRow* block_rows;  // [rows]; null: no sequence has block verification
+  BlockStep block_step;
 };
 
 // The top tokens that come from a sorted list; where the row wants more, none do.

@@ -11,9 +11,13 @@ namespace logitd::rpc {
 namespace {
 
 constexpr NamedField<VerifyFields> kDraftFields[] = {
-    {"sequence_rows", &VerifyFields::sequence_rows}, {"drafts", &VerifyFields::drafts},
-    {"draft_kind", &VerifyFields::draft_kind},       {"draft_count", &VerifyFields::draft_count},
-    {"draft_ids", &VerifyFields::draft_ids},         {"draft_probs", &VerifyFields::draft_probs},
+    {"sequence_rows", &VerifyFields::sequence_rows},
+    {"drafts", &VerifyFields::drafts},
+    {"draft_kind", &VerifyFields::draft_kind},
+    {"draft_count", &VerifyFields::draft_count},
+    {"draft_ids", &VerifyFields::draft_ids},
+    {"draft_probs", &VerifyFields::draft_probs},
+    {"block_verification", &VerifyFields::block_verification},
 };
 
 // WriteSampleAnswer writes with the numbers of SampleResponse.
@@ -33,7 +37,8 @@ absl::Status CheckIsWhole(const engine::Head* head) {
       "head: got %s, which is cut over devices, allowed one that is not", head->info().name));
 }
 
-absl::Status BuildSequences(const Int32List& sequence_rows, ops::VerifyRows* rows) {
+absl::Status BuildSequences(const VerifyFields& fields, ops::VerifyRows* rows) {
+  const Int32List& sequence_rows = fields.sequence_rows;
   const auto row_count = static_cast<int64_t>(rows->rows.size());
   int64_t next = 0;
   rows->sequences.reserve(sequence_rows.size());
@@ -44,7 +49,9 @@ absl::Status BuildSequences(const Int32List& sequence_rows, ops::VerifyRows* row
           absl::StrFormat("sequence_rows: got %d at sequence %d, allowed 1..%d (rows left)", own, s,
                           row_count - next));
     }
-    rows->sequences.push_back({.first_row = next, .rows = static_cast<int32_t>(own), .unused = 0});
+    rows->sequences.push_back({.first_row = next,
+                               .rows = static_cast<int32_t>(own),
+                               .block = fields.block_verification ? 1 : 0});
     next += own;
   }
   if (next == row_count) return absl::OkStatus();
@@ -162,7 +169,7 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   LOGITD_RETURN_IF_ERROR(CheckIsWhole(input_.head().get()));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
-  LOGITD_RETURN_IF_ERROR(BuildSequences(fields.sequence_rows, &rows_));
+  LOGITD_RETURN_IF_ERROR(BuildSequences(fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(CheckVerify(rows_.Request(input_.vocab())));
   FillSpec(spec);

@@ -22,6 +22,7 @@ struct VerifyFields : SampleFields {
   Int32List draft_count;
   IdList draft_ids;
   ByteRange draft_probs;
+  bool block_verification = false;
 };
 
 // As ParseMessage. Checks only the encoding, not the values.

@@ -145,6 +145,7 @@ class UnsentTest(TestCase):
             (dict(draft_ids=5), "draft_ids: got 5, allowed a list of token ids"),
             (dict(draft_probs="x"), "draft_probs: got 'x', allowed numbers"),
             (dict(sequence_rows=None), "sequence_rows: got None, allowed whole numbers"),
+            (dict(block_verification="x"), "block_verification: got 'x', allowed"),
         )
         usual = dict(sequence_rows=[3], drafts=[1, 2], seed=1)
         self.check(cases, lambda client, params: client.verify(ROWS, **{**usual, **params}))
@@ -285,6 +286,7 @@ class NamesTest(ServerTestCase):
             dict(listed, draft_ids=[[1], [3, 2]], draft_probs=[[1.0], [0.5, 0.5]]),
             dict(listed, draft_probs=[1.0]),
             dict(draft_kind=["greedy"] * 3),
+            dict(block_verification=True),
             dict(sequence_rows=[4]),
             dict(history=[100]),
             dict(extra_ids=[100]),

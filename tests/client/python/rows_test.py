@@ -290,6 +290,19 @@ class VerifyTest(ServerTestCase):
                 result = client.verify(logits, sequence_rows=[2], drafts=[1], draft_kind=kind, seed=[3], **more)
                 self.assertEqual(result.accepted.tolist(), [1], kind)  # the target all but wants it
                 self.assertEqual(result.tokens[0], 1)
+            # The target draws token 1 first and after the drafts; between, p and q are the same.
+            both = client.verify(
+                np.concatenate([logits, logits[:1]]),
+                sequence_rows=[3],
+                drafts=[1, 1],
+                draft_kind="dense",
+                draft_probs=[[0.0, 0.9, 0.0, 0.1], [0.25, 0.25, 0.25, 0.25]],
+                block_verification=True,
+                seed=[3],
+            )
+            self.assertEqual((both.accepted.tolist(), both.tokens.tolist()), ([2], [1, 1, 1]))
+            with self.refused(logitd.InvalidArgument, "draft_kind: got greedy at row 0, allowed list, dense with"):
+                client.verify(logits, sequence_rows=[2], drafts=[1], block_verification=True, seed=[3])
             with self.refused(logitd.InvalidArgument, "draft_kind: got 'sure', allowed 'greedy', 'list', 'dense'"):
                 client.verify(logits, sequence_rows=[2], drafts=[1], draft_kind="sure", seed=[3])
 
