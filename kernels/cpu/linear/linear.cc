@@ -9,10 +9,7 @@
 //                   logits never go to memory. What is left of a cell is its partials, which are
 //                   merged as those of shards are: a whole head is its only shard. A rank needs its
 //                   target's logit first, which is one product of two vectors a row.
-//   backward:       a block of 256 tokens at a time, and inside it 256 rows at a time: their logits
-//                   again, the gradient in place of the logits, and its products with the weights
-//                   and the hidden states. These are three products of the forward's size. Sums for
-//                   d_hidden stay in f32 for all rows until the last token.
+//   backward:       gradients.h, from logits that are made again.
 //
 // Cost: the product, 2 rows hidden vocab operations, which is the floor. topk and sample read the
 // weights once for every 64 rows (16 at the largest vocabulary), and write and read 4 bytes a
@@ -33,80 +30,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/linear/block_logits.h"
+#include "kernels/cpu/linear/gradients.h"
 #include "kernels/cpu/sampling/sample.h"
 #include "kernels/cpu/sampling/softmax_topk.h"
 
 namespace logitd::cpu {
 namespace {
-
-// Rows whose logits are in memory at once: as many as fit, and no more than help.
-constexpr int64_t kMostRows = 64;
-constexpr int64_t kMostLogits = int64_t{1} << 24;
-int64_t RowsAtOnce(int64_t vocab) {
-  return std::clamp(kMostLogits / vocab / kTileRows * kTileRows, kTileRows, kMostRows);
-}
-
-// Tokens handed to a thread at once, out of all tokens and out of a block: few enough to balance.
-constexpr int64_t kItemTokens = 96;
-constexpr int64_t kBlockItemTokens = 24;
-
-RowNorm NormOf(const HeadView& head) { return {.weight = head.norm, .epsilon = head.norm_epsilon}; }
-
-// Packs rows [begin, begin + rows.rows) of the hidden states.
-void Pack(const TensorView& hidden, const HeadView& head, int64_t begin, const PackedRows& rows,
-          ThreadPool& pool) {
-  const TensorView from = RowsOf(hidden, begin, rows.rows);
-  pool.ParallelFor(rows.padded_rows(), [&](int64_t r) { PackRow(from, NormOf(head), r, rows); });
-}
-
-bool IsAbandoned(const std::atomic<bool>* abandoned) {
-  return abandoned != nullptr && abandoned->load(std::memory_order_relaxed);
-}
-
-// The logits of tokens [begin, end), `per_item` tokens at a time; a row of `to` starts every
-// `to_stride` elements. Incomplete if the work was abandoned.
-void ComputeLogits(const PackedRows& rows, const TensorView& weight, int64_t begin, int64_t end,
-                   const LogitsEpilogue& epilogue, float* to, int64_t to_stride, int64_t per_item,
-                   ThreadPool& pool, const std::atomic<bool>* abandoned = nullptr) {
-  pool.ParallelFor((end - begin + per_item - 1) / per_item, [&](int64_t item) {
-    if (IsAbandoned(abandoned)) return;
-    const int64_t first = begin + item * per_item;
-    Logits(rows, weight, first, std::min(end, first + per_item), epilogue, to + first - begin,
-           to_stride);
-  });
-}
-
-LogitsEpilogue EpilogueOf(const HeadView& head) {
-  return {.scale = head.scale, .bias = head.bias, .softcap = head.softcap};
-}
-
-// Packs the rows [begin, begin + count) and computes their logits of all of the head's tokens.
-void ComputeRows(const TensorView& hidden, const HeadView& head, int64_t begin, int64_t count,
-                 float* to, int64_t to_stride, ThreadPool& pool, LinearScratch& scratch,
-                 const std::atomic<bool>* abandoned) {
-  PackedRows rows = {.rows = count, .cols = head.hidden()};
-  rows.data = scratch.packed.Get(rows.size());
-  Pack(hidden, head, begin, rows, pool);
-  ComputeLogits(rows, head.weight, 0, head.vocab(), EpilogueOf(head), to, to_stride, kItemTokens,
-                pool, abandoned);
-}
-
-// Calls body(first row, logits) for one block of rows after another, until the work is abandoned.
-// For a shard without tokens, once for all rows.
-template <class Body>
-void ForEachBlock(const TensorView& hidden, const HeadView& head, ThreadPool& pool,
-                  LinearScratch& scratch, const std::atomic<bool>* abandoned, const Body& body) {
-  const int64_t vocab = head.vocab();
-  if (vocab == 0) return body(int64_t{0}, TensorView{.rows = hidden.rows});
-  const int64_t at_once = RowsAtOnce(vocab);
-  for (int64_t begin = 0; begin < hidden.rows; begin += at_once) {
-    const int64_t rows = std::min(at_once, hidden.rows - begin);
-    float* logits = scratch.logits.Get(rows * vocab);
-    ComputeRows(hidden, head, begin, rows, logits, vocab, pool, scratch, abandoned);
-    if (IsAbandoned(abandoned)) return;
-    body(begin, TensorView{logits, DType::kF32, rows, vocab, vocab});
-  }
-}
 
 // ---- Loss
 
@@ -344,129 +274,45 @@ void LossOfCounted(const LinearCrossEntropyArgs& args, ThreadPool& pool, LinearS
 
 // ---- Backward
 
-constexpr int64_t kBlockTokens = 256;
-constexpr int64_t kBlockRows = 256;
+// The gradients of cross_entropy's logits, for Gradients; of the tokens of a vocabulary that the
+// head has.
+struct LossGradient {
+  const LinearCrossEntropyBackwardArgs& args;
+  int64_t first_token;  // of args.head
+  int64_t vocab;        // of the whole head
 
-bool Counts(const CrossEntropyRow& row) { return row.active != 0 && row.target != kIgnoredTarget; }
-
-// One call of the backward, on the tokens of the vocabulary that the head has.
-class Backward {
- public:
-  // `vocab`: of the whole head; `first_token`: the first of args.head.
-  Backward(const LinearCrossEntropyBackwardArgs& args, int64_t first_token, int64_t vocab,
-           ThreadPool& pool, LinearScratch& scratch)
-      : args_(args),
-        first_token_(first_token),
-        vocab_(vocab),
-        pool_(pool),
-        scratch_(scratch),
-        hidden_cols_(args.head.hidden()),
-        padded_cols_(RoundUp(hidden_cols_, kStripCols)) {}
-
-  void Run() {
-    const int64_t rows = args_.hidden.rows;
-    float* d_hidden = scratch_.d_hidden.Get(rows * padded_cols_);
-    pool_.ParallelFor(
-        rows, [&](int64_t r) { std::fill_n(d_hidden + r * padded_cols_, padded_cols_, 0.0f); });
-    for (int64_t begin = 0; begin < args_.head.vocab(); begin += kBlockTokens) {
-      AddTokens(begin, std::min(args_.head.vocab(), begin + kBlockTokens), d_hidden);
-    }
-    pool_.ParallelFor(rows, [&](int64_t r) {
-      if (args_.rows[r].active == 0) return;
-      float* row = d_hidden + r * padded_cols_;
-      // Zero also where weights are infinite.
-      if (!Counts(args_.rows[r])) std::fill_n(row, padded_cols_, 0.0f);
-      StoreRow(row, args_.head.scale, args_.d_hidden, r);
-    });
+  RowUse Use(int64_t r) const {
+    if (args.rows[r].active == 0) return RowUse::kSkipped;
+    return args.rows[r].target == kIgnoredTarget ? RowUse::kIgnored : RowUse::kCounted;
   }
 
- private:
-  // Adds the part of tokens [begin, end).
-  void AddTokens(int64_t begin, int64_t end, float* d_hidden) {
-    const int64_t tokens = end - begin;
-    float* weight = scratch_.weight.Get(kBlockTokens * padded_cols_);
-    float* d_weight = scratch_.d_weight.Get(kBlockTokens * padded_cols_);
-    pool_.ParallelFor(tokens, [&](int64_t t) {
-      WidenRow(args_.head.weight, begin + t, weight + t * padded_cols_, padded_cols_);
-      std::fill_n(d_weight + t * padded_cols_, padded_cols_, 0.0f);
-      if (args_.d_bias != nullptr) args_.d_bias[begin + t] = 0;
-    });
-    for (int64_t first = 0; first < args_.hidden.rows; first += kBlockRows) {
-      const int64_t rows = std::min(kBlockRows, args_.hidden.rows - first);
-      if (std::none_of(args_.rows + first, args_.rows + first + rows, &Counts)) continue;
-      AddRows(first, rows, begin, end, weight, d_weight, d_hidden + first * padded_cols_);
-    }
-    pool_.ParallelFor(tokens, [&](int64_t t) {
-      StoreRow(d_weight + t * padded_cols_, args_.head.scale, args_.d_weight, begin + t);
-    });
-  }
-
-  // Adds the part of these tokens for rows [first, first + rows).
-  void AddRows(int64_t first, int64_t rows, int64_t begin, int64_t end, const float* weight,
-               float* d_weight, float* d_hidden) {
-    const int64_t tokens = end - begin;
-    float* gradient = scratch_.logits.Get(kBlockRows * kBlockTokens);
-    float* hidden = scratch_.hidden.Get(kBlockRows * padded_cols_);
-    MakeGradient(first, rows, begin, end, gradient);
-    // Rows that are not counted add nothing, also where their hidden states are NaN.
-    pool_.ParallelFor(rows, [&](int64_t r) {
-      float* row = hidden + r * padded_cols_;
-      if (Counts(args_.rows[first + r])) {
-        WidenRow(args_.hidden, first + r, row, padded_cols_);
-      } else {
-        std::fill_n(row, padded_cols_, 0.0f);
-      }
-    });
-    pool_.ParallelFor(padded_cols_ / kStripCols, [&](int64_t strip) {
-      const int64_t at = strip * kStripCols;
-      AddProduct({.data = gradient, .m_stride = tokens, .k_stride = 1}, rows, tokens, weight + at,
-                 padded_cols_, d_hidden + at, padded_cols_, kStripCols);
-      AddProduct({.data = gradient, .m_stride = 1, .k_stride = tokens}, tokens, rows, hidden + at,
-                 padded_cols_, d_weight + at, padded_cols_, kStripCols);
-    });
-    if (args_.d_bias == nullptr) return;
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t t = 0; t < tokens; ++t) args_.d_bias[begin + t] += gradient[r * tokens + t];
-    }
-  }
-
-  // The gradient of the logits before the head's softcap: [rows, tokens].
-  void MakeGradient(int64_t first, int64_t rows, int64_t begin, int64_t end, float* to) {
-    const int64_t tokens = end - begin;
-    const LogitsEpilogue epilogue = {.scale = args_.head.scale, .bias = args_.head.bias};
-    for (int64_t r = 0; r < rows; r += kMostRows) {
-      PackedRows packed = {.rows = std::min(kMostRows, rows - r), .cols = hidden_cols_};
-      const CrossEntropyRow* const asks = args_.rows + first + r;
-      if (std::none_of(asks, asks + packed.rows, &Counts)) {
-        std::fill_n(to + r * tokens, packed.rows * tokens, 0.0f);
-        continue;
-      }
-      packed.data = scratch_.packed.Get(packed.size());
-      Pack(args_.hidden, args_.head, first + r, packed, pool_);
-      ComputeLogits(packed, args_.head.weight, begin, end, epilogue, to + r * tokens, tokens,
-                    kBlockItemTokens, pool_);
-    }
+  void Make(const GradientBlock& of, ThreadPool& pool, LinearScratch& scratch) const {
+    const int64_t tokens = of.tokens();
+    const HeadView& head = args.head;
+    ComputeBlock(
+        args.hidden, head, {.scale = head.scale, .bias = head.bias}, of, of.to,
+        [&](int64_t r) { return Use(r) == RowUse::kCounted; }, pool, scratch);
     CrossEntropyBackwardOfTokens(
-        {.logits = {to, DType::kF32, rows, tokens, tokens},
-         .rows = args_.rows + first,
-         .logsumexp = args_.logsumexp + first,
-         .upstream = args_.upstream + first,
-         .d_logits = {to, DType::kF32, rows, tokens, tokens}},
-        {.first_token = first_token_ + begin, .vocab = vocab_, .softcap = args_.head.softcap},
-        pool_);
-    for (int64_t r = 0; r < rows; ++r) {
-      if (!Counts(args_.rows[first + r])) std::fill_n(to + r * tokens, tokens, 0.0f);
-    }
+        {.logits = {of.to, DType::kF32, of.rows, tokens, tokens},
+         .rows = args.rows + of.first,
+         .logsumexp = args.logsumexp + of.first,
+         .upstream = args.upstream + of.first,
+         .d_logits = {of.to, DType::kF32, of.rows, tokens, tokens}},
+        {.first_token = first_token + of.begin, .vocab = vocab, .softcap = head.softcap}, pool);
   }
-
-  const LinearCrossEntropyBackwardArgs& args_;
-  const int64_t first_token_;
-  const int64_t vocab_;
-  ThreadPool& pool_;
-  LinearScratch& scratch_;
-  const int64_t hidden_cols_;
-  const int64_t padded_cols_;
 };
+
+void AddLossGradients(const LinearCrossEntropyBackwardArgs& args, int64_t first_token,
+                      int64_t vocab, ThreadPool& pool, LinearScratch& scratch) {
+  const LossGradient of = {.args = args, .first_token = first_token, .vocab = vocab};
+  Gradients(HeadGradients{.hidden = args.hidden,
+                          .head = args.head,
+                          .d_hidden = args.d_hidden,
+                          .d_weight = args.d_weight,
+                          .d_bias = args.d_bias},
+            of, pool, scratch)
+      .Run();
+}
 
 }  // namespace
 
@@ -541,7 +387,7 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
 
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch) {
-  Backward(args, /*first_token=*/0, args.head.vocab(), pool, scratch).Run();
+  AddLossGradients(args, /*first_token=*/0, args.head.vocab(), pool, scratch);
 }
 
 void LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args, ThreadPool& pool,
@@ -576,7 +422,8 @@ void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Thread
 
 void LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
                                        ThreadPool& pool, LinearScratch& scratch) {
-  Backward(args.gradient, args.shards.at(args.shard).first, args.shards.vocab, pool, scratch).Run();
+  AddLossGradients(args.gradient, args.shards.at(args.shard).first, args.shards.vocab, pool,
+                   scratch);
 }
 
 void LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,

@@ -1,4 +1,4 @@
-// What backward.cu and training.cu, the two ways to the gradients of linear_cross_entropy, share.
+// What gradient_chunks.cuh and training.cu, the two ways to the gradients of a head, share.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 
@@ -52,15 +52,19 @@ struct HalfScale {
   }
 };
 
-// The exponent of a row; the rows' largest becomes known.
-__device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
+// The exponent of a row whose elements are at most `most` * `more`; the rows' largest becomes
+// known.
+__device__ inline int TakeExponent(float most, float more, HalfScale* scale) {
   constexpr int kMost = 100;
-  const float most = fabsf(g.scale) * (fabsf(g.weight) + fabsf(g.flat) + fabsf(g.hit));
   int exponent = kMost;  // also of NaN
   if (most < 0x1p100f) exponent = most < 0x1p-100f ? -kMost : ilogbf(most);
-  if (g.more != 1.0f) exponent += ilogbf(g.more);
+  if (more != 1.0f) exponent += ilogbf(more);
   atomicMax(&scale->exponent, exponent);
   return exponent;
+}
+__device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
+  const float most = fabsf(g.scale) * (fabsf(g.weight) + fabsf(g.flat) + fabsf(g.hit));
+  return TakeExponent(most, g.more, scale);
 }
 
 // ---- kernels of both

@@ -27,66 +27,40 @@ namespace logitd::cuda {
 namespace {
 
 constexpr int kTile = kTrainingTile;
-constexpr int64_t kElement = 2;  // bytes
 
-// How the work is cut. The head and the device fix it.
-struct Cut {
-  int64_t chunk = 16384;  // tokens, a multiple of kTile
-  int64_t tiles = 0;      // of the vocabulary
-  int64_t chunks = 0;
-  int64_t hidden_stride = 0;
-  int64_t weight_chunk_bytes = 0;  // of d_weight
+// How the work is cut.
+struct Cut : KeptChunks {
+  int64_t tiles;  // of the vocabulary
 
-  // The largest chunk with which as many rows as `hidden` fit into `bytes`.
-  Cut(const LinearCrossEntropyBackwardArgs& args, int64_t bytes) {
-    constexpr int64_t kLeastChunk = 2048;
-    const HeadView& head = args.head;
-    hidden_stride = RoundUp(head.hidden(), 64);
-    tiles = CeilDiv(head.vocab(), kTile);
-    const auto set_chunk = [&](int64_t tokens) {
-      chunk = tokens;
-      chunks = CeilDiv(head.vocab(), chunk);
-      weight_chunk_bytes =
-          chunk * head.hidden() * static_cast<int64_t>(SizeOf(args.d_weight.dtype));
-    };
-    set_chunk(std::min(chunk, tiles * kTile));
-    while (chunk > kLeastChunk && Bytes(head.hidden(), 1) > bytes)
-      set_chunk(RoundUp(chunk / 2, kTile));
-  }
+  Cut(const LinearCrossEntropyBackwardArgs& args, int64_t bytes)
+      : KeptChunks(args.head, args.d_weight.dtype,
+                   [&](const KeptChunks& of, int64_t rows) {
+                     return Bytes(of, Tiles(args.head), rows, /*in_first=*/1) <= bytes;
+                   }),
+        tiles(Tiles(args.head)) {}
 
-  static int64_t Padded(int64_t rows) { return RoundUp(rows, kTrainingRows); }
-  int64_t ChunkBytes(int64_t rows) const { return Padded(rows) * chunk * kElement; }
-
-  // Chunks whose E is in scratch. d_weight of a chunk, which is written while its E is read and
-  // after all later ones, must not meet the E of it and the earlier ones.
-  int64_t InFirst(int64_t rows) const {
-    if (ChunkBytes(rows) <= weight_chunk_bytes) return 1;
-    return chunks - (chunks - 1) * weight_chunk_bytes / ChunkBytes(rows);
-  }
+  static int64_t Tiles(const HeadView& head) { return CeilDiv(head.vocab(), kTile); }
 
   // Bytes of a row's sums: of its tiles in pass 1, and of d_hidden in pass 2, in the same memory.
-  int64_t SumsBytes() const {
-    return std::max<int64_t>(hidden_stride * 4, tiles * static_cast<int64_t>(sizeof(TilePart)));
+  static int64_t SumsBytes(const KeptChunks& of, int64_t tiles) {
+    return std::max<int64_t>(of.hidden_stride * 4, tiles * static_cast<int64_t>(sizeof(TilePart)));
   }
+  int64_t SumsBytes() const { return SumsBytes(*this, tiles); }
 
   // Bytes of scratch for a call with so many rows.
-  int64_t Bytes(int64_t rows, int64_t in_first) const {
+  static int64_t Bytes(const KeptChunks& of, int64_t tiles, int64_t rows, int64_t in_first) {
     constexpr int64_t kSlack = 4096;  // for the alignment of the pieces
-    const int64_t of_row = hidden_stride * kElement + SumsBytes() + tiles * 4 + 4 +
+    const int64_t of_row = of.hidden_stride * kKeptElement + SumsBytes(of, tiles) + tiles * 4 + 4 +
                            static_cast<int64_t>(sizeof(RowState));
-    return Padded(rows) * of_row + in_first * ChunkBytes(rows) + kSlack;
+    return Padded(rows) * of_row + in_first * of.ChunkBytes(rows) + kSlack;
   }
+  int64_t Bytes(int64_t rows) const { return Bytes(*this, tiles, rows, InFirst(rows)); }
 };
 
 // Whether a call on a route of training fits.
 bool Fits(const LinearCrossEntropyBackwardArgs& args, int64_t rows, const Cut& cut, int64_t room) {
-  const int64_t hidden = args.head.hidden();
-  const MutableTensorView& d_weight = args.d_weight;
-  return args.d_bias == nullptr &&
-         // A product can write d_weight, and its memory has no gaps that belong to others.
-         reinterpret_cast<uintptr_t>(d_weight.data) % 16 == 0 &&
-         hidden * static_cast<int64_t>(SizeOf(d_weight.dtype)) % 16 == 0 &&
-         d_weight.row_stride == hidden && cut.Bytes(rows, cut.InFirst(rows)) <= room;
+  return args.d_bias == nullptr && HoldsKeptChunks(args.d_weight, args.head.hidden()) &&
+         cut.Bytes(rows) <= room;
 }
 
 // The tokens that a call has of a vocabulary, which may be a shard.
@@ -112,7 +86,7 @@ class Training {
         target_logits_(scratch.Take<float>(padded_)),
         maxima_(scratch.Take<float>(padded_ * cut.tiles)),
         sums_(scratch.Take<std::byte>(padded_ * cut.SumsBytes())),
-        states_(scratch.Take<std::byte>(padded_ * cut.hidden_stride * kElement)),
+        states_(scratch.Take<std::byte>(padded_ * cut.hidden_stride * kKeptElement)),
         first_e_(scratch.Take<std::byte>(cut.InFirst(rows) * cut.ChunkBytes(rows))),
         scale_(scratch.Take<HalfScale>(1)) {
     forward_.logits.cols = place.vocab;
@@ -189,11 +163,7 @@ class Training {
   Chunk TokensAt(int64_t v, int64_t count) const {
     return {.first = v,
             .tokens = std::min(count, args_.head.vocab() - v),
-            .e = {.first = first_e_,
-                  .others = static_cast<std::byte*>(args_.d_weight.data),
-                  .in_first = cut_.InFirst(rows_),
-                  .chunk = cut_.chunk,
-                  .chunk_bytes = cut_.ChunkBytes(rows_)},
+            .e = cut_.Memory(rows_, first_e_, args_.d_weight),
             .maxima = maxima_ + v / kTile,
             .maxima_stride = cut_.tiles,
             .parts = reinterpret_cast<TilePart*>(sums_),

@@ -7,12 +7,11 @@
 #include <type_traits>
 
 #include "kernels/cuda/linear/backward.cuh"
+#include "kernels/cuda/linear/kept_chunks.h"
 #include "kernels/cuda/rows/cell.cuh"
 #include "kernels/head.h"
 
 namespace logitd::cuda {
-
-constexpr int kTrainingTile = 256;  // tokens, from the vocabulary's start
 
 // A row between the passes.
 struct RowState {
@@ -93,31 +92,13 @@ __device__ inline float FactorOfTile(float max, float log2e_over_temperature) {
              : 1.0f;
 }
 
-// The memory of a row's exponentials: chunk by chunk, each [rows, chunk] of 16 bits, the first ones
-// in scratch, the others one after the other in the memory of d_weight.
-struct ExponentialMemory {
-  std::byte* first;
-  std::byte* others;
-  int64_t in_first;     // chunks
-  int64_t chunk;        // tokens, a multiple of kTrainingTile; also the stride between rows
-  int64_t chunk_bytes;  // of all rows
-
-  template <class T>
-  __host__ __device__ T* At(int64_t row, int64_t token) const {
-    const int64_t index = token / chunk;
-    std::byte* at =
-        index < in_first ? first + index * chunk_bytes : others + (index - in_first) * chunk_bytes;
-    return reinterpret_cast<T*>(at) + row * chunk + (token - index * chunk);
-  }
-};
-
 // The result of pass 1 for tokens [first, first + tokens) of all rows: E of every logit, and the
 // tiles' maxima and sums. A skipped row may be left out. The last tile may end after the tokens,
 // with exponentials of 0.
 struct Chunk {
   int64_t first;
   int64_t tokens;
-  ExponentialMemory e;
+  KeptMemory e;
   float* maxima;  // [rows, maxima_stride], from the chunk's first on; -inf where all are NaN
   int64_t maxima_stride;
   TilePart* parts;  // [rows, parts_stride]

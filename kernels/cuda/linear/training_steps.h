@@ -15,8 +15,6 @@
 
 namespace logitd::cuda {
 
-constexpr int kTrainingRows = 64;
-
 // ---- pass 1: training_sums.cu -------------------------------------------------------------------
 
 // Fills in `count` rows of the call's `rows`. Rows after them are skipped. counted_only: rows that
