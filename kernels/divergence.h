@@ -27,6 +27,13 @@ inline constexpr RowParam<DivergenceRow> kDivergenceParams[] = {
     {"reference_temperature", &DivergenceRow::reference_temperature, 1, kAboveZero},
 };
 
+// What ln p and ln q of a row are made of, without the rounding of a logsumexp:
+// ln p_i = (logit_i - max) / temperature - log_sum. The form in which ops hand them on.
+struct DivergenceNorms {
+  float max, reference_max;           // of the row, as sent
+  double log_sum, reference_log_sum;  // ln sum exp((logit - max) / temperature)
+};
+
 // Where the answers go; shared with linear_divergence. Each is [rows]; logarithms are natural.
 struct DivergenceAnswers {
   float* forward_kl = nullptr;
@@ -38,6 +45,7 @@ struct DivergenceAnswers {
   float* target_logprob = nullptr;
   float* reference_target_logprob = nullptr;
   RowStatus* status = nullptr;
+  DivergenceNorms* norms = nullptr;  // not wanted where null; unspecified of a row with NaN
 };
 
 // Writes, for every row, the divergences of two distributions: p = softmax(logits / temperature)
@@ -87,6 +95,7 @@ inline DivergenceArgs RowsFrom(DivergenceArgs args, int64_t first) {
     *values += first;
   }
   to.status += first;
+  if (to.norms != nullptr) to.norms += first;
   return args;
 }
 

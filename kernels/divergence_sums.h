@@ -144,6 +144,7 @@ constexpr void AnswerWhole(const DivergenceAnswers& to, int64_t r, const Diverge
   to.reference_logsumexp[r] = logsumexp(rows.y_max, ask.reference_temperature, rows.y_log);
   to.target_logprob[r] = logprob(x_empty, rows.x_target, rows.x_log);
   to.reference_target_logprob[r] = logprob(y_empty, rows.y_target, rows.y_log);
+  if (to.norms != nullptr) to.norms[r] = {rows.x_max, rows.y_max, rows.x_log, rows.y_log};
 }
 
 }  // namespace logitd

@@ -22,6 +22,7 @@ std::string_view NameOf(const Op& op) {
                                          "linear_cross_entropy_backward",
                                          "linear_cross_entropy_training",
                                          "linear_divergence",
+                                         "linear_divergence_training",
                                          "linear_topk on a shard",
                                          "linear_topk on shards",
                                          "linear_sample on a shard",

@@ -11,6 +11,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/cross_entropy_training.h"
 #include "kernels/divergence.h"
+#include "kernels/divergence_training.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/shard_gradients.h"
@@ -34,7 +35,7 @@ using Op =
                  const CrossEntropyTrainingArgs*, const DivergenceArgs*, const LinearTopKArgs*,
                  const LinearSampleArgs*, const LinearVerifyArgs*, const LinearCrossEntropyArgs*,
                  const LinearCrossEntropyBackwardArgs*, const LinearCrossEntropyTrainingArgs*,
-                 const LinearDivergenceArgs*,
+                 const LinearDivergenceArgs*, const LinearDivergenceTrainingArgs*,
                  // The halves of linear ops on a sharded head: kernels/shards.h.
                  const LinearTopKPartialArgs*, const LinearTopKMergeArgs*,
                  const LinearSamplePartialArgs*, const LinearSampleMergeArgs*,

@@ -260,7 +260,7 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
                    .scale = 1 / std::sqrt(static_cast<float>(c.hidden))};
   HeadView reference = head;
   const size_t weight_bytes = AlignedBytes(c.vocab, c.hidden, c.dtype);
-  const size_t set_bytes = (c.op == HeadOp::kDivergence ? 2 : 1) * weight_bytes;
+  const size_t set_bytes = (HasTwoHeads(c.op) ? 2 : 1) * weight_bytes;
   const auto time = [&](const auto& launch) {
     return TimeOverSets(device, inputs, arrays, c.dtype, set_bytes,
                         /*overwritten=*/false, RepeatForProduct(c.rows), [&](std::byte* set) {
@@ -291,26 +291,45 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
       return device.Run(LinearDivergenceArgs{hidden, head, hidden, reference, divergence});
     });
   }
+  const auto tensor = [&](int64_t rows, int64_t cols) {
+    const DType dtype = device.product_dtype(c.dtype);
+    std::byte* data = arrays.Room<std::byte>(rows * cols * SizeOf(dtype));
+    return MutableView(data, dtype, rows, cols);
+  };
+  const auto upstream = [&] {
+    return arrays.Put(std::vector<float>(c.rows, 1 / static_cast<float>(c.rows)));
+  };
+  if (c.op == HeadOp::kDivergenceTraining) {
+    LinearDivergenceTrainingArgs training = {
+        .hidden = hidden,
+        .reference_hidden = hidden,
+        .rows = arrays.Put(std::vector<DivergenceRow>(c.rows, {1, kIgnoredTarget, 1, 1})),
+        .upstream = upstream(),
+        .kind = c.loss,
+        .loss = arrays.Room<float>(c.rows),
+        .status = arrays.Room<RowStatus>(c.rows),
+        .memory = arrays.Room<DivergenceTrainingRow>(c.rows),
+        .d_hidden = tensor(c.rows, c.hidden),
+        .d_weight = tensor(c.vocab, c.hidden)};
+    return time([&] {
+      training.head = head;
+      training.reference_head = reference;
+      return device.Run(training);
+    });
+  }
   const CrossEntropyArgs loss = ArgsOf(
       arrays,
       CrossEntropyCase{.rows = c.rows, .vocab = c.vocab, .row = {.active = 1, .temperature = 1}},
       c.ignored);
   if (c.op == HeadOp::kCrossEntropy)
     return time([&] { return device.Run(LinearCrossEntropyArgs{hidden, head, loss}); });
-  const auto tensor = [&](int64_t rows, int64_t cols) {
-    const DType dtype = device.product_dtype(c.dtype);
-    std::byte* data = arrays.Room<std::byte>(rows * cols * SizeOf(dtype));
-    return MutableView(data, dtype, rows, cols);
-  };
-  LinearCrossEntropyTrainingArgs training = {
-      .gradient = {.hidden = hidden,
-                   .rows = loss.rows,
-                   .upstream =
-                       arrays.Put(std::vector<float>(c.rows, 1 / static_cast<float>(c.rows))),
-                   .d_hidden = tensor(c.rows, c.hidden),
-                   .d_weight = tensor(c.vocab, c.hidden),
-                   .counted_rows = loss.counted_rows},
-      .answers = loss.answers};
+  LinearCrossEntropyTrainingArgs training = {.gradient = {.hidden = hidden,
+                                                          .rows = loss.rows,
+                                                          .upstream = upstream(),
+                                                          .d_hidden = tensor(c.rows, c.hidden),
+                                                          .d_weight = tensor(c.vocab, c.hidden),
+                                                          .counted_rows = loss.counted_rows},
+                                             .answers = loss.answers};
   return time([&] {
     training.gradient.head = head;
     return device.Run(training);

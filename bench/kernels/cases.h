@@ -11,6 +11,7 @@
 #include "bench/kernels/device.h"
 #include "kernels/attention_softmax.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/divergence_training.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
 
@@ -84,7 +85,10 @@ struct DivergenceCase {
 
 // An op on hidden states under a head without bias, norm or softcap. Training is loss and gradients
 // in one call; a divergence is of two such heads.
-enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining, kDivergence };
+enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining, kDivergence, kDivergenceTraining };
+constexpr bool HasTwoHeads(HeadOp op) {
+  return op == HeadOp::kDivergence || op == HeadOp::kDivergenceTraining;
+}
 struct HeadCase {
   HeadOp op;
   int64_t rows;
@@ -92,9 +96,10 @@ struct HeadCase {
   int64_t vocab;
   DType dtype;
   int64_t ignored = 0;  // rows of losses and training whose target is ignored, here and there
+  DivergenceLoss loss = DivergenceLoss::kReverseKl;  // of kDivergenceTraining
 
   double FloorBytes() const {
-    return (op == HeadOp::kDivergence ? 2 : 1) * TensorBytes(vocab, hidden, dtype);
+    return (HasTwoHeads(op) ? 2 : 1) * TensorBytes(vocab, hidden, dtype);
   }
 };
 

@@ -541,12 +541,24 @@ constexpr Entry kDivergenceEntries[] = {
     {"a student beside its teacher, bf16", DivergenceCase{512, 131072, kBF16}},
     {"one row, bf16", DivergenceCase{1, 131072, kBF16}},
 };
+constexpr HeadCase StudentOf(int64_t rows, int64_t hidden, int64_t vocab, DType dtype,
+                             DivergenceLoss loss = DivergenceLoss::kReverseKl) {
+  return {kDivergenceTraining, rows, hidden, vocab, dtype, /*ignored=*/0, loss};
+}
 constexpr Entry kCudaDivergence[] = {
     {"two heads of a model", HeadCase{kDivergence, 4096, 4096, 128256, kBF16}, Share(0.95)},
     {"two heads of a model, few rows", HeadCase{kDivergence, 64, 4096, 128256, kBF16}},
+    {"a student's gradients", StudentOf(4096, 4096, 128256, kBF16)},
+    {"a student's gradients, jensen_shannon",
+     StudentOf(4096, 4096, 128256, kBF16, DivergenceLoss::kJensenShannon)},
+    {"a student's gradients, f16", StudentOf(4096, 4096, 128256, kF16)},
+    {"a student's gradients, f32", StudentOf(512, 2048, 32000, kF32)},
 };
 constexpr Entry kCpuDivergence[] = {
     {"two small heads", HeadCase{kDivergence, 256, 512, 32000, kF32}},
+    {"a student's gradients", StudentOf(256, 512, 32000, kF32)},
+    {"a student's gradients, jensen_shannon",
+     StudentOf(256, 512, 32000, kF32, DivergenceLoss::kJensenShannon)},
 };
 
 }  // namespace

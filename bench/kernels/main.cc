@@ -97,9 +97,10 @@ Record RecordOf(const DivergenceCase& c) {
 }
 
 Record RecordOf(const HeadCase& c) {
-  constexpr const char* kOps[] = {"linear_topk", "linear_sample", "linear_cross_entropy",
-                                  "linear_cross_entropy forward and backward",
-                                  "linear_divergence"};  // by HeadOp
+  constexpr const char* kOps[] = {
+      "linear_topk",          "linear_sample",
+      "linear_cross_entropy", "linear_cross_entropy forward and backward",
+      "linear_divergence",    "linear_divergence_training"};  // by HeadOp
   return {.op = kOps[static_cast<int>(c.op)],
           .shape = absl::StrFormat("%dx%dx%d %s", c.rows, c.hidden, c.vocab, Name(c.dtype)),
           .fields = {{"rows", c.rows},
@@ -142,9 +143,10 @@ class Bench {
       const auto product = TimeProduct(*head, device_, inputs_);
       if (!product.ok()) return product.status();
       // The gradients are a product each; a divergence has two heads.
-      record.product_us = *product * (head->op == HeadOp::kTraining     ? 3
-                                      : head->op == HeadOp::kDivergence ? 2
-                                                                        : 1);
+      record.product_us = *product * (head->op == HeadOp::kDivergenceTraining ? 4
+                                      : head->op == HeadOp::kTraining         ? 3
+                                      : head->op == HeadOp::kDivergence       ? 2
+                                                                              : 1);
     }
     return absl::OkStatus();
   }

@@ -69,6 +69,7 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::LinearCrossEntropyBackward),
     Function(&cpu::LinearCrossEntropyTraining),
     Function(&cpu::LinearDivergence),
+    Function(&cpu::LinearDivergenceTraining),
     Function(&cpu::LinearTopKPartial),
     Function(&cpu::TopKMerge),
     Function(&cpu::LinearSamplePartial),

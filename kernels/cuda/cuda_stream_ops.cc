@@ -45,6 +45,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
     Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),
     Launcher(&LinearDivergence, LinearOp::kLosses),
+    Launcher(&LinearDivergenceTraining, LinearOp::kGradients),
     Launcher(&LinearTopKPartial, LinearOp::kTokens),
     Launcher(&LinearTopKMerge),
     Launcher(&LinearSamplePartial, LinearOp::kTokens),

@@ -12,6 +12,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/scratch.h"
 #include "kernels/divergence.h"
+#include "kernels/divergence_training.h"
 #include "kernels/linear.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
@@ -47,6 +48,8 @@ cudaError_t LinearCrossEntropy(const LinearCrossEntropyArgs& args, Products& pro
                                const Scratch& scratch, cudaStream_t stream);
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
                              const Scratch& scratch, cudaStream_t stream);
+cudaError_t LinearDivergenceTraining(const LinearDivergenceTrainingArgs& args, Products& products,
+                                     const Scratch& scratch, cudaStream_t stream);
 cudaError_t LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args,
                                        Products& products, const Scratch& scratch,
                                        cudaStream_t stream);

@@ -202,6 +202,31 @@ struct LinearTrainingAnswer {
   LinearBackwardAnswer gradient;
 };
 
+// What a call of linear_divergence_training is given.
+struct DivergenceTrainingCall {
+  HostTensor hidden;
+  HostHead head;
+  HostTensor reference_hidden;
+  HostHead reference_head;
+  std::vector<DivergenceRow> rows;
+  std::vector<float> upstream;
+  DivergenceLoss kind = DivergenceLoss::kReverseKl;
+  float beta = 0.5f;
+  HostTensor d_hidden;  // their types, strides and contents before the call
+  HostTensor d_weight;
+  bool want_d_hidden = true;
+  bool want_d_weight = true;
+  bool want_d_bias = true;
+};
+
+struct DivergenceTrainingAnswer {
+  std::vector<float> loss;
+  std::vector<RowStatus> status;
+  HostTensor d_hidden;
+  HostTensor d_weight;
+  std::vector<float> d_bias;
+};
+
 // ---- Each Add names the arrays of a group of arguments once: the arena places them, and the
 // answer's vectors get what the op writes.
 
@@ -521,6 +546,28 @@ class OpRunner {
     AddOutput(*arena_, rows, kUnwrittenFloat, &answer.loss.target_logprob,
               &args.answers.target_logprob);
     AddOutput(*arena_, rows, kUnwrittenStatus, &answer.loss.status, &args.answers.status);
+    return Run(args, answer);
+  }
+
+  absl::StatusOr<DivergenceTrainingAnswer> LinearDivergenceTraining(
+      const DivergenceTrainingCall& call) {
+    LinearDivergenceTrainingArgs args{.kind = call.kind, .beta = call.beta};
+    DivergenceTrainingAnswer answer{.d_hidden = call.d_hidden, .d_weight = call.d_weight};
+    Add(*arena_, call.hidden, &args.hidden);
+    Add(*arena_, call.head, &args.head);
+    Add(*arena_, call.reference_hidden, &args.reference_hidden);
+    Add(*arena_, call.reference_head, &args.reference_head);
+    arena_->In(call.rows, &args.rows);
+    arena_->In(call.upstream, &args.upstream);
+    const auto rows = static_cast<int64_t>(call.rows.size());
+    std::vector<DivergenceTrainingRow> memory;
+    AddOutput(*arena_, rows, kUnwrittenFloat, &answer.loss, &args.loss);
+    AddOutput(*arena_, rows, kUnwrittenStatus, &answer.status, &args.status);
+    AddOutput(*arena_, rows, DivergenceTrainingRow{}, &memory, &args.memory);
+    if (call.want_d_hidden) Add(*arena_, &answer.d_hidden, &args.d_hidden);
+    if (call.want_d_weight) Add(*arena_, &answer.d_weight, &args.d_weight);
+    answer.d_bias.assign(call.head.weight.rows(), kUnwrittenFloat);
+    if (call.want_d_bias) arena_->Out(&answer.d_bias, &args.d_bias);
     return Run(args, answer);
   }
 

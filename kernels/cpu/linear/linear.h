@@ -13,11 +13,19 @@
 #include "kernels/cpu/sampling/sample_row.h"
 #include "kernels/cpu/sampling/verify.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/divergence_training.h"
 #include "kernels/linear.h"
 #include "kernels/shard_gradients.h"
 #include "kernels/shards.h"
 
 namespace logitd::cpu {
+
+// What linear_divergence_training takes besides the memory of the backward: 64 MiB of logits.
+struct DivergenceTrainingScratch {
+  AlignedBuffer reference_logits;
+  Buffer<float> measured;  // answers of divergence that are not asked for
+  Buffer<DivergenceNorms> norms;
+};
 
 // Memory for rows that are not left out (CrossEntropyArgs::counted_rows), and for their answers.
 struct CountedScratch {
@@ -47,6 +55,7 @@ struct LinearScratch {
   Buffer<float> targets;
   Buffer<LossStretch> stretches;
   Buffer<uint64_t> stretch_keys;
+  DivergenceTrainingScratch divergence_training;
 };
 
 // Block until done. The bits of the results depend on neither the pool nor what else runs on it.
@@ -63,6 +72,8 @@ void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,
                         LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearDivergence(const LinearDivergenceArgs& args, ThreadPool& pool, LinearScratch& scratch,
                       const std::atomic<bool>* abandoned = nullptr);
+void LinearDivergenceTraining(const LinearDivergenceTrainingArgs& args, ThreadPool& pool,
+                              LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearCrossEntropyBackward(const LinearCrossEntropyBackwardArgs& args, ThreadPool& pool,
                                 LinearScratch& scratch);
 void LinearCrossEntropyTraining(const LinearCrossEntropyTrainingArgs& args, ThreadPool& pool,
