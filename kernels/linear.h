@@ -63,13 +63,17 @@ inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t
           .cross_entropy = RowsFrom(args.cross_entropy, first)};
 }
 
-// Two heads of one vocabulary, of any sizes and types. Neither is cut over several devices.
+// Two heads of one vocabulary, of any sizes and types. Neither is cut over several devices. One of
+// the two may be empty (0 tokens): then that input is its logits in `divergence`, in f32.
 struct LinearDivergenceArgs {
   TensorView hidden;  // as in LinearTopKArgs
   HeadView head;
   TensorView reference_hidden;  // as many rows, of reference_head
   HeadView reference_head;
-  DivergenceArgs divergence;  // its logits are ignored
+  DivergenceArgs divergence;  // logits beside a head are ignored
+
+  int64_t rows() const { return head.vocab() > 0 ? hidden.rows : reference_hidden.rows; }
+  int64_t vocab() const { return head.vocab() > 0 ? head.vocab() : reference_head.vocab(); }
 };
 
 // Writes the gradients of sum_r upstream_r loss_r. G is the [rows, vocab] gradient of the logits x:

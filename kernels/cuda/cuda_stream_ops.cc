@@ -191,7 +191,10 @@ absl::Status CudaStream::Start(std::string_view name, const Launch& launch, cons
   } else {
     bool multiplies = RouteOf(op, HeadOf(args), scratch_).cublas_lt;
     if constexpr (requires { args.reference_head; }) {
-      multiplies |= RouteOf(op, args.reference_head, scratch_).cublas_lt;
+      const auto by = [&](const HeadView& head) {
+        return head.vocab() > 0 && RouteOf(op, head, scratch_).cublas_lt;
+      };
+      multiplies = by(args.head) || by(args.reference_head);
     }
     if (multiplies) LOGITD_RETURN_IF_ERROR(products_status_);
     return ToStatus(launch(args, products_, scratch_, stream_), name);

@@ -31,7 +31,8 @@ inline size_t RowBytes(const BatchKey& key) {
   return static_cast<size_t>(key.row_elements) * SizeOf(key.dtype);
 }
 inline size_t RowStride(const BatchKey& key) {
-  return key.op->exclusive_batch ? RowBytes(key) : AlignUp(RowBytes(key));
+  const bool padded = !key.op->exclusive_batch || key.head != nullptr;
+  return padded ? AlignUp(RowBytes(key)) : RowBytes(key);
 }
 
 // Lays `arrays` out from `offset` on, each on a 16-byte border. Returns where they end.

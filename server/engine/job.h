@@ -27,11 +27,13 @@ struct BatchKey {
   DType dtype = DType::kF32;
   int64_t row_elements = 0;    // vocab, for ops on logits; hidden, for ops on hidden states
   const Head* head = nullptr;  // of ops on hidden states; the job keeps it until Done
-  int device = kAnyDevice;     // the one that can read the job's rows, as Devices counts
+  const Head* reference_head = nullptr;  // of an op's second hidden states, likewise
+  int device = kAnyDevice;               // the one that can read the job's rows, as Devices counts
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
   template <typename H>
   friend H AbslHashValue(H hash, const BatchKey& key) {
-    return H::combine(std::move(hash), key.op, key.dtype, key.row_elements, key.head, key.device);
+    return H::combine(std::move(hash), key.op, key.dtype, key.row_elements, key.head,
+                      key.reference_head, key.device);
   }
 };
 
@@ -102,6 +104,7 @@ struct RowsPlace {
   const std::byte* data = nullptr;  // null: the rows are in the slab
   size_t row_stride = 0;            // bytes
   size_t row_bytes = 0;
+  size_t slab_stride = 0;  // bytes between rows of an input in the slab; not of the payload
   int64_t rows = 0;
   bool on_device = false;
   // Nobody writes them before Done. The host's ops may read such rows there, and others see each

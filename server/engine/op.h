@@ -73,6 +73,7 @@ struct BatchView {
   absl::Span<std::byte* const> inputs;   // one per OpTraits::inputs, each 16-byte aligned
   absl::Span<std::byte* const> outputs;  // one per OpTraits::outputs, each 16-byte aligned
   const HeadView* head;                  // that of BatchKey::head; null where there is none
+  const HeadView* reference_head;        // likewise
 
   int64_t rows() const { return counts[kRowAxis]; }
 
@@ -105,8 +106,8 @@ struct OpTraits {
   // Null where the op is exclusive: JobSpec::call has it.
   absl::Status (*enqueue)(Stream& stream, const BatchView& batch) = nullptr;
   // A batch holds one job: for ops whose jobs have more parameters (shapes, masks) than rows can
-  // hold, and are large enough to fill a device. Its rows lie without padding, and only bytes bound
-  // their number.
+  // hold, and are large enough to fill a device. Its rows lie without padding, except hidden
+  // states, and only bytes bound their number.
   bool exclusive_batch = false;
   // On the host its rows may lie apart, so that it reads them where they came in: for ops on
   // logits, whose rows are long. See TensorView::row_data.

@@ -180,8 +180,8 @@ absl::Status Upload(Stream& stream, const Batch& batch) {
     const RowsPlace place = PlaceOf(*only, a + 1);
     if (place.data == nullptr) continue;
     LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.inputs[a]));
-    AddCopy(place, batch, plan.inputs[a], place.row_bytes, &copies);
-    begin = plan.inputs[a] + static_cast<size_t>(place.rows) * place.row_bytes;
+    AddCopy(place, batch, plan.inputs[a], place.slab_stride, &copies);
+    begin = plan.inputs[a] + static_cast<size_t>(place.rows) * place.slab_stride;
   }
   LOGITD_RETURN_IF_ERROR(uploads.Add(begin, plan.upload_end));
   LOGITD_RETURN_IF_ERROR(uploads.Finish());
@@ -204,6 +204,9 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
   }
   AxisCounts counts = plan.counts;
   counts[kRowAxis] = rows;
+  const auto view_of = [&](const Head* head) {
+    return head == nullptr ? nullptr : &head->view(batch.device);
+  };
   const BatchView view{
       .dtype = batch.key.dtype,
       .counts = counts,
@@ -217,7 +220,8 @@ absl::Status EnqueueRows(Stream& stream, const Batch& batch, int64_t rows) {
       .wanted = plan.wanted,
       .inputs = absl::MakeConstSpan(inputs.data(), op.inputs.size()),
       .outputs = absl::MakeConstSpan(outputs.data(), op.outputs.size()),
-      .head = batch.key.head == nullptr ? nullptr : &batch.key.head->view(batch.device),
+      .head = view_of(batch.key.head),
+      .reference_head = view_of(batch.key.reference_head),
   };
   return op.exclusive_batch ? plan.call->Enqueue(stream, view) : op.enqueue(stream, view);
 }
@@ -294,14 +298,15 @@ void FinishAll(Batch& batch, const absl::Status& failure,
 int64_t RowsOfSlice(const BatchKey& key, bool whole, int64_t left, double row_ns,
                     const SliceRules& rules) {
   if (whole || left == 0) return left;
-  const int64_t step = key.head != nullptr ? rules.linear_rows : 1;
+  const bool linear = key.head != nullptr || key.reference_head != nullptr;
+  const int64_t step = linear ? rules.linear_rows : 1;
   int64_t rows = 1;
   if (row_ns > 0) {
     const double slices =
         std::round(static_cast<double>(left) * row_ns / static_cast<double>(rules.max_slice_ns));
     if (slices <= 1) return left;
     rows = static_cast<int64_t>(std::ceil(static_cast<double>(left) / slices));
-  } else if (key.head == nullptr) {
+  } else if (!linear) {
     rows = kUnknownSliceBytes / static_cast<int64_t>(RowStride(key));
   }
   return std::min(left, (std::max<int64_t>(rows, 1) + step - 1) / step * step);

@@ -31,12 +31,14 @@ struct Column {
   engine::Input<T> array;
 };
 
-// A list whose elements have places.
+// A list whose elements have places, or that the answer is read beside. It is not freed.
 template <typename Lists, typename List, typename Row>
 struct RowColumn : Column<Lists, List, Row> {
   template <size_t N>
   constexpr RowColumn(List Lists::*list, engine::Input<Row> array, const RowPlace<Row> (&places)[N])
       : Column<Lists, List, Row>(list, array), places(places) {}
+  constexpr RowColumn(List Lists::*list, engine::Input<Row> array)
+      : Column<Lists, List, Row>(list, array) {}
   absl::Span<const RowPlace<Row>> places;
 };
 

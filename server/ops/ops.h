@@ -10,6 +10,7 @@
 #include "server/engine/job.h"
 #include "server/ops/attention_softmax.h"
 #include "server/ops/cross_entropy.h"
+#include "server/ops/divergence.h"
 #include "server/ops/sample.h"
 #include "server/ops/softmax_topk.h"
 #include "server/ops/verify.h"
@@ -29,6 +30,8 @@ inline constexpr Op kOps[] = {
     {&kSampleTraits, &kLinearSampleTraits, "logitd.v1.Sampler", "Sample", "SampleStream"},
     {&kVerifyTraits, &kLinearVerifyTraits, "logitd.v1.Sampler", "Verify", ""},
     {&kCrossEntropyTraits, &kLinearCrossEntropyTraits, "logitd.v1.Scorer", "Score", "ScoreStream"},
+    {&kDivergenceTraits, &kLinearDivergenceTraits, "logitd.v1.Scorer", "Divergence",
+     "DivergenceStream"},
     {&kAttentionSoftmaxTraits, nullptr, "logitd.v1.Attention", "Softmax", "SoftmaxStream"},
     {&kAttentionSoftmaxBackwardTraits, nullptr, "logitd.v1.Attention", "SoftmaxBackward",
      "SoftmaxBackwardStream"},

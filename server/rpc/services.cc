@@ -19,6 +19,7 @@
 #include "server/engine/sync.h"
 #include "server/ops/ops.h"
 #include "server/rpc/codecs/attention_codec.h"
+#include "server/rpc/codecs/divergence_codec.h"
 #include "server/rpc/codecs/sample_codec.h"
 #include "server/rpc/codecs/score_codec.h"
 #include "server/rpc/codecs/topk_codec.h"
@@ -39,9 +40,10 @@ MakeCodec ForTokens(const Finders& find, bool /*is_stream*/) {
   return [find] { return std::make_unique<Codec>(find); };
 }
 
-MakeCodec ForScore(const Finders& find, bool /*is_stream*/) {
-  return [find, sequence = std::make_shared<ScoreSequence>()] {
-    return std::make_unique<ScoreCodec>(find, sequence);
+template <typename Codec, typename Sequence>
+MakeCodec ForSequence(const Finders& find, bool /*is_stream*/) {
+  return [find, sequence = std::make_shared<Sequence>()] {
+    return std::make_unique<Codec>(find, sequence);
   };
 }
 
@@ -66,7 +68,10 @@ constexpr OpCodecs kCodecs[] = {
      &v1::SampleRequest::descriptor},
     {&ops::kVerifyTraits, door::Role::kInfer, &ForTokens<VerifyCodec>,
      &v1::VerifyRequest::descriptor},
-    {&ops::kCrossEntropyTraits, door::Role::kScore, &ForScore, &v1::ScoreRequest::descriptor},
+    {&ops::kCrossEntropyTraits, door::Role::kScore, &ForSequence<ScoreCodec, ScoreSequence>,
+     &v1::ScoreRequest::descriptor},
+    {&ops::kDivergenceTraits, door::Role::kScore, &ForSequence<DivergenceCodec, DivergenceSequence>,
+     &v1::DivergenceRequest::descriptor},
     {&ops::kAttentionSoftmaxTraits, door::Role::kInfer, &ForAttention<AttentionDirection::kForward>,
      &v1::AttentionSoftmaxRequest::descriptor},
     {&ops::kAttentionSoftmaxBackwardTraits, door::Role::kInfer,

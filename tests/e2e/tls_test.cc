@@ -476,6 +476,12 @@ TEST_F(IdentityTest, ARoleAllowsItsMethodsOnly) {
   EXPECT_TRUE(scorer->Score(WithToken(kScoreToken).get(), score, &scored).ok());
   EXPECT_EQ(scorer->Score(WithToken(kInferToken).get(), score, &scored).error_code(),
             grpc::StatusCode::PERMISSION_DENIED);
+  v1::DivergenceRequest pair = Of<v1::DivergenceRequest>({1, 2, 3, 4}, 2);
+  pair.set_reference_logits(pair.logits());
+  v1::DivergenceResponse compared;
+  EXPECT_TRUE(scorer->Divergence(WithToken(kScoreToken).get(), pair, &compared).ok());
+  EXPECT_EQ(scorer->Divergence(WithToken(kInferToken).get(), pair, &compared).error_code(),
+            grpc::StatusCode::PERMISSION_DENIED);
   auto context = WithToken(kScoreToken);
   auto stream = v1::Sampler::NewStub(channel)->SampleStream(context.get());
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);

@@ -117,6 +117,7 @@ class ShiftJob final : public CheckedJob {
     return {.data = reinterpret_cast<const std::byte*>(values.data()),
             .row_stride = row_bytes,
             .row_bytes = row_bytes,
+            .slab_stride = row_bytes,
             .rows = rows};
   }
 

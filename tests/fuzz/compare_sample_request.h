@@ -69,6 +69,19 @@ void WriteEverything(Pieces pieces) {
   codec.WriteInputs(inputs, {});
 }
 
+// Parses a message as two of one stream.
+template <typename Codec, typename Sequence>
+void ReadTwice(std::string_view bytes) {
+  const OneHead head;
+  const auto sequence = std::make_shared<Sequence>();
+  const Piece piece(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size());
+  for (int message = 0; message < 2; ++message) {
+    Codec codec(head.Find(), sequence);
+    engine::JobSpec spec;
+    if (!codec.Parse(Pieces(&piece, 1), /*max_rows=*/64, &spec).ok()) break;
+  }
+}
+
 // As Disagreement; and what the codec writes stays where it belongs.
 template <typename Request, typename Codec, typename Fields>
 std::string SampleDisagreement(std::string_view bytes,

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -22,6 +23,7 @@
 #include "kernels/row_params.h"
 #include "logitd/v1/types.pb.h"
 #include "server/rpc/codecs/logits_or_hidden.h"
+#include "server/rpc/codecs/sequence.h"
 #include "server/rpc/codecs/shared_rows.h"
 #include "server/rpc/wire/reader.h"
 
@@ -68,6 +70,20 @@ class FieldComparison {
     std::string bytes(ours.bytes, '\0');
     if (!bytes.empty()) CopyRange(pieces_, ours, bytes.data());
     Note(name, bytes == expected);
+  }
+  void Optional(const char* name, bool has, int64_t expected, const std::optional<int64_t>& ours) {
+    Note(name, ours.has_value() == has && ours.value_or(0) == expected);
+  }
+  void Double(const char* name, double expected, double ours) {
+    Note(name, std::bit_cast<uint64_t>(expected) == std::bit_cast<uint64_t>(ours));
+  }
+  // The counts of a message of totals.
+  template <typename Totals>
+  void Counts(const Totals& expected, const SequenceCounts& ours) {
+    Note("totals.rows", ours.rows == expected.rows());
+    Note("totals.counted", ours.counted == expected.counted());
+    Note("totals.ignored", ours.ignored == expected.ignored());
+    Note("totals.faulty", ours.faulty == expected.faulty());
   }
   void Note(const char* name, bool same) {
     if (!same && text_.empty()) text_ = absl::StrCat(name, " differs");

@@ -304,7 +304,8 @@ inline std::vector<DivergenceCase> DivergenceInvarianceCases() {
 
 // ---- Hidden states
 
-// "" where two heads of different size and type give the answers of the op on their exact logits.
+// "" where two heads of different size and type, and either beside the other's logits, give the
+// answers of the op on their exact logits.
 inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const LinearCase& c) {
   LinearCase other = c;
   other.dtype = c.dtype == DType::kF32 ? DType::kBF16 : DType::kF32;
@@ -317,11 +318,20 @@ inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const Linea
   for (int64_t r = 0; r < c.rows; ++r) rows.push_back(RandomDivergence(c.vocab, random));
   const auto want = runner.Divergence(x.logits, y.logits, rows);
   const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
-  if (!want.ok() || !got.ok()) return want.ok() ? got.status().ToString() : "the op failed";
-  for (int64_t r = 0; r < c.rows; ++r) {
-    if (DivergenceBits(*got, r) == DivergenceBits(*want, r)) continue;
-    return absl::StrFormat("%s: row %d: got %s, want %s", Describe(c), r, DivergenceBits(*got, r),
-                           DivergenceBits(*want, r));
+  const auto first = runner.MixedDivergence(x.hidden, x.head, y.logits, true, rows);
+  const auto second = runner.MixedDivergence(y.hidden, y.head, x.logits, false, rows);
+  if (!want.ok()) return want.status().ToString();
+  for (const auto* answer : {&got, &first, &second}) {
+    if (!answer->ok()) return answer->status().ToString();
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const std::string bits = DivergenceBits(**answer, r);
+      if (bits == DivergenceBits(*want, r)) continue;
+      return absl::StrFormat("%s: %s heads: row %d: got %s, want %s", Describe(c),
+                             answer == &got     ? "two"
+                             : answer == &first ? "the first of two"
+                                                : "the second of two",
+                             r, bits, DivergenceBits(*want, r));
+    }
   }
   return "";
 }

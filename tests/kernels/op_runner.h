@@ -504,6 +504,20 @@ class OpRunner {
     return Run(args, answer);
   }
 
+  // Hidden states beside logits in f32, which are the reference, or the first input.
+  absl::StatusOr<DivergenceAnswer> MixedDivergence(const HostTensor& hidden, const HostHead& head,
+                                                   const HostTensor& logits, bool is_reference,
+                                                   const std::vector<DivergenceRow>& rows) {
+    LinearDivergenceArgs args;
+    DivergenceAnswer answer;
+    DivergenceArgs& inner = args.divergence;
+    Add(*arena_, hidden, is_reference ? &args.hidden : &args.reference_hidden);
+    Add(*arena_, head, is_reference ? &args.head : &args.reference_head);
+    Add(*arena_, logits, is_reference ? &inner.reference_logits : &inner.logits);
+    Add(*arena_, rows, &inner, &answer);
+    return Run(args, answer);
+  }
+
   // Returns d_logits.
   absl::StatusOr<HostTensor> CrossEntropyBackward(const LossBackwardCall& call) {
     CrossEntropyBackwardArgs args;

@@ -186,6 +186,30 @@ class SlicesTest : public ::testing::Test {
     return MakeJob(op, std::move(filled));
   }
 
+  // `first` and `second`: the input is hidden states; both are of one head.
+  std::shared_ptr<OpJob> Divergence(int64_t rows, bool first, bool second) {
+    auto filled = std::make_shared<DivergenceRows>();
+    for (int32_t r = 0; r < rows; ++r) {
+      filled->rows.push_back({.active = 1,
+                              .target = r % 3 == 0 ? kIgnoredTarget : r,
+                              .temperature = 1,
+                              .reference_temperature = 0.5f + static_cast<float>(r % 2)});
+    }
+    filled->call.reference_elements = second ? kHidden : kVocab;
+    engine::BatchKey key = Key(first ? kLinearDivergenceTraits : kDivergenceTraits);
+    if (second) key.op = &kLinearDivergenceTraits, key.reference_head = head_.get();
+    engine::JobSpec spec;
+    FillSpec(*filled, key, &spec);
+    const std::vector<float>& reference = second ? other_hidden_ : d_probs_;
+    return std::make_shared<OpJob>(
+        spec, first ? hidden_ : logits_, [filled, &reference](auto inputs, const auto& at) {
+          // Rows of kHidden and of kVocab elements are multiples of 16 bytes.
+          std::memcpy(inputs[0], reference.data(),
+                      filled->rows.size() * filled->call.reference_stride());
+          WriteInputs(*filled, inputs, at);
+        });
+  }
+
   std::shared_ptr<OpJob> Attention(int64_t rows, bool backward, bool sinks, DType out) {
     AttentionCall call;
     call.backward = backward;
@@ -242,6 +266,14 @@ class SlicesTest : public ::testing::Test {
         [this](int64_t n) { return Score(kCrossEntropyTraits, n); });
     add("linear_cross_entropy", kLinearCrossEntropyTraits, true,
         [this](int64_t n) { return Score(kLinearCrossEntropyTraits, n); });
+    add("divergence", kDivergenceTraits, true,
+        [this](int64_t n) { return Divergence(n, false, false); });
+    add("linear_divergence", kLinearDivergenceTraits, true,
+        [this](int64_t n) { return Divergence(n, true, true); });
+    add("linear_divergence beside logits", kLinearDivergenceTraits, true,
+        [this](int64_t n) { return Divergence(n, true, false); });
+    add("linear_divergence of logits", kLinearDivergenceTraits, true,
+        [this](int64_t n) { return Divergence(n, false, true); });
     const auto attention = [&](const char* name, bool backward, bool sinks, DType out) {
       const auto& op = backward ? kAttentionSoftmaxBackwardTraits : kAttentionSoftmaxTraits;
       add(name, op, !(backward && sinks),
@@ -287,6 +319,7 @@ class SlicesTest : public ::testing::Test {
 
   const std::vector<float> logits_ = Random(kRows * kVocab, 1);
   const std::vector<float> hidden_ = Random(kRows * kHidden, 2);
+  const std::vector<float> other_hidden_ = Random(kRows * kHidden, 7);
   std::vector<float> weight_ = Random(kVocab * kHidden, 3, 0.5f);
   const std::vector<float> d_probs_ = Random(kRows * kVocab, 4);
   const std::vector<float> lse_ = Random(kRows, 5);

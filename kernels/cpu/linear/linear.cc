@@ -355,18 +355,25 @@ void LinearVerify(const LinearVerifyArgs& args, ThreadPool& pool, LinearScratch&
 
 void LinearDivergence(const LinearDivergenceArgs& args, ThreadPool& pool, LinearScratch& scratch,
                       const std::atomic<bool>* abandoned) {
-  ForEachBlock(args.hidden, args.head, pool, scratch, abandoned,
-               [&](int64_t first, const TensorView& logits) {
-                 const int64_t rows = logits.rows, vocab = logits.cols;
-                 float* const reference = scratch.reference_logits.Get(rows * vocab);
-                 ComputeRows(args.reference_hidden, args.reference_head, first, rows, reference,
-                             vocab, pool, scratch, abandoned);
-                 if (IsAbandoned(abandoned)) return;
-                 DivergenceArgs part = RowsFrom(args.divergence, first);
-                 part.logits = logits;
-                 part.reference_logits = {reference, DType::kF32, rows, vocab, vocab};
-                 Divergence(part, pool, scratch.divergence);
-               });
+  const int64_t vocab = args.vocab();
+  const int64_t at_once = RowsAtOnce(2 * vocab);  // both inputs share the room of one
+  for (int64_t first = 0; first < args.rows(); first += at_once) {
+    const int64_t rows = std::min(at_once, args.rows() - first);
+    const int64_t half = RoundUp(rows * vocab, kMaxLanes);
+    float* const room = scratch.logits.Get(2 * half);
+    const auto logits_of = [&](const TensorView& hidden, const HeadView& head,
+                               const TensorView& given, float* to) {
+      if (head.vocab() == 0) return RowsOf(given, first, rows);
+      ComputeRows(hidden, head, first, rows, to, vocab, pool, scratch, abandoned);
+      return TensorView{to, DType::kF32, rows, vocab, vocab};
+    };
+    DivergenceArgs part = RowsFrom(args.divergence, first);
+    part.logits = logits_of(args.hidden, args.head, part.logits, room);
+    part.reference_logits =
+        logits_of(args.reference_hidden, args.reference_head, part.reference_logits, room + half);
+    if (IsAbandoned(abandoned)) return;
+    Divergence(part, pool, scratch.divergence);
+  }
 }
 
 void LinearCrossEntropy(const LinearCrossEntropyArgs& args, ThreadPool& pool,

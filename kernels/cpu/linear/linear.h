@@ -37,14 +37,12 @@ struct CountedScratch {
   Buffer<RowStatus> status;
 };
 
-// Memory of one stream's linear ops. linear_topk, linear_sample and linear_verify take up to
-// 64 MiB of logits, linear_divergence twice as much.
-// linear_cross_entropy takes the hidden states of up to 256 rows in f32 and their partials, about 8
-// bytes for each row and cell; its backward three blocks of 256 tokens by `hidden`, and f32 sums
-// for d_hidden, [rows, hidden].
+// Memory of one stream's linear ops. linear_topk, linear_sample, linear_verify and
+// linear_divergence take up to 64 MiB of logits. linear_cross_entropy takes the hidden states of up
+// to 256 rows in f32 and their partials, about 8 bytes for each row and cell; gradients take three
+// blocks of 256 tokens by `hidden`, and f32 sums for d_hidden, [rows, hidden].
 struct LinearScratch {
   AlignedBuffer packed, logits;
-  AlignedBuffer reference_logits;
   DivergenceScratch divergence;
   AlignedBuffer hidden, weight, d_weight, d_hidden;
   SketchScratch topk;

@@ -16,6 +16,7 @@
 // with sample after it, 64 rows of 4096 x 128256, 92% of the product
 // (bench/results/h200/kernels.json).
 #include <algorithm>
+#include <optional>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
@@ -127,22 +128,28 @@ cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
                              const Scratch& given, cudaStream_t stream) {
   Scratch scratch = given;
-  const auto block_of = [&](const HeadView& head) {
+  std::optional<BlockLogits> block, reference;  // none: the input is logits
+  int64_t at_once = args.rows();
+  const auto prepare = [&](const HeadView& head, std::optional<BlockLogits>& to) {
+    if (head.vocab() == 0) return;
     const LinearRoute route = RouteOf(LinearOp::kTokens, head, scratch, /*logits=*/true);
-    return BlockLogits(head, head.vocab(), route, kTokensScratchShare, products, scratch, stream);
+    to.emplace(head, head.vocab(), route, kTokensScratchShare, products, scratch, stream);
+    at_once = std::min(at_once, to->rows());
   };
-  const BlockLogits block = block_of(args.head), reference = block_of(args.reference_head);
-  const int64_t at_once = std::min(block.rows(), reference.rows());
-  for (int64_t first = 0; first < args.hidden.rows; first += at_once) {
-    const int64_t rows = std::min(at_once, args.hidden.rows - first);
-    cudaError_t error = block.Make(RowsOf(args.hidden, first, rows), scratch);
-    if (error == cudaSuccess)
-      error = reference.Make(RowsOf(args.reference_hidden, first, rows), scratch);
-    if (error != cudaSuccess) return error;
+  prepare(args.head, block);
+  prepare(args.reference_head, reference);
+  for (int64_t first = 0; first < args.rows(); first += at_once) {
+    const int64_t rows = std::min(at_once, args.rows() - first);
+    const auto make = [&](const std::optional<BlockLogits>& from, const TensorView& hidden,
+                          TensorView* logits) {
+      *logits = from.has_value() ? from->View(rows) : RowsOf(*logits, first, rows);
+      return from.has_value() ? from->Make(RowsOf(hidden, first, rows), scratch) : cudaSuccess;
+    };
     DivergenceArgs block_args = RowsFrom(args.divergence, first);
-    block_args.logits = block.View(rows);
-    block_args.reference_logits = reference.View(rows);
-    error = Divergence(block_args, scratch, stream);
+    cudaError_t error = make(block, args.hidden, &block_args.logits);
+    if (error == cudaSuccess)
+      error = make(reference, args.reference_hidden, &block_args.reference_logits);
+    if (error == cudaSuccess) error = Divergence(block_args, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -215,7 +215,8 @@ absl::Status AttentionCodec::Locate(Pieces pieces, const AttentionFields& fields
   copied_[0] = plain(backward() ? fields.d_probs.range : fields.mask);
   copied_[1] = plain(fields.logsumexp);
   if (fields.d_probs.number == kSharedDProbsNumber) {
-    copied_[0] = {.rows = payload_.rows, .row_bytes = payload_.row_bytes};
+    copied_[0] = {
+        .rows = payload_.rows, .row_bytes = payload_.row_bytes, .field = "shared_d_probs"};
     LOGITD_RETURN_IF_ERROR(LocateRows("shared_d_probs", pieces, fields.d_probs.message.parts,
                                       element, find_lease_, &copied_[0]));
   }

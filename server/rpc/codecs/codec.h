@@ -63,8 +63,8 @@ class OpCodec {
   virtual void PayloadCopied() {}
 
   // Only of an exclusive op: where the first of op().inputs are, in their order, in the message or
-  // in a lease. They are copied with the payload, their rows one after another; WriteInputs writes
-  // the others.
+  // in a lease. They are copied with the payload, their rows one after another unless they are
+  // padded; WriteInputs writes the others.
   virtual absl::Span<const Payload> copied_inputs() const { return {}; }
 
   // As engine::Job.

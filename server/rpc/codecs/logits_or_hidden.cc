@@ -20,6 +20,7 @@ constexpr uint32_t kHiddenNumber = v1::TopKRequest::kHiddenFieldNumber;
 static_assert(v1::SampleRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::VerifyRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::ScoreRequest::kHiddenFieldNumber == int{kHiddenNumber});
+static_assert(v1::DivergenceRequest::kHiddenFieldNumber == int{kHiddenNumber});
 static_assert(v1::TopKResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
 static_assert(v1::SampleResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
 static_assert(v1::VerifyResponse::kHeadVersionFieldNumber == int{kHeadVersionNumber});
@@ -27,6 +28,7 @@ static_assert(v1::ScoreResponse::kHeadVersionFieldNumber == int{kHeadVersionNumb
 constexpr uint32_t kSharedNumber = v1::TopKRequest::kSharedFieldNumber;
 static_assert(v1::SampleRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::ScoreRequest::kSharedFieldNumber == int{kSharedNumber});
+static_assert(v1::DivergenceRequest::kSharedFieldNumber == int{kSharedNumber});
 static_assert(v1::VerifyRequest::kSharedFieldNumber == int{kSharedNumber});
 
 constexpr size_t kMaxHeadName = 128;

@@ -80,6 +80,8 @@ class LogitsOrHidden {
 
   int64_t rows() const { return payload_.rows; }
   int64_t vocab() const { return vocab_; }
+  DType dtype() const { return dtype_; }
+  int64_t row_elements() const { return row_elements_; }  // vocab, or the head's hidden
   const Payload& payload() const { return payload_; }
   const std::shared_ptr<const engine::Head>& head() const { return head_; }  // null: logits
   int64_t head_version() const { return head_ == nullptr ? 0 : head_->info().version; }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "server/arena/leases.h"
 #include "server/rpc/wire/reader.h"
@@ -21,6 +22,10 @@ struct Payload {
   std::shared_ptr<const arena::Arena> arena = nullptr;
   int64_t arena_offset = 0;
   int64_t arena_stride = 0;
+  // Of OpCodec::copied_inputs: its name in errors, and whether its rows begin at 16-byte borders in
+  // the slab, as those of hidden states do.
+  std::string_view field = {};
+  bool padded = false;
 };
 
 // Copies row r of `payload`, which lies in `message` unless it is shared, to dst + r * row_stride.

@@ -23,7 +23,7 @@ class RowCodec : public OpCodec {
   int64_t answer_bytes() const final { return answer_bytes_; }
   int64_t list_bytes() const final { return ops::BytesOf(rows_); }
   Payload payload() const final { return input_.payload(); }
-  void PayloadCopied() final { input_.DropLease(); }
+  void PayloadCopied() override { input_.DropLease(); }
   void WriteInputs(absl::Span<std::byte* const> inputs, const engine::AxisCounts& first) final {
     ops::WriteInputs(rows_, inputs, first);
   }
@@ -40,8 +40,12 @@ class RowCodec : public OpCodec {
   }
 
   // The end of Parse: the rows have been checked. `more_bytes`: fields without an output array.
-  void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0) {
-    ops::FillSpec(rows_, input_.Key(op()), spec);
+  // `reference`: the head of second hidden states.
+  void FillSpec(engine::JobSpec* spec, int64_t more_bytes = 0,
+                const engine::Head* reference = nullptr) {
+    engine::BatchKey key = input_.Key(op());
+    key.reference_head = reference;
+    ops::FillSpec(rows_, key, spec);
     answer_bytes_ = MaxAnswerBytes(*spec) + more_bytes;
   }
 

@@ -1,16 +1,10 @@
 #include "server/rpc/codecs/score_codec.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <string>
-#include <string_view>
 #include <utility>
-#include <variant>
+#include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "kernels/checks.h"
 #include "kernels/status_macros.h"
 #include "logitd/v1/scorer.pb.h"
 #include "server/rpc/codecs/answer_fields.h"
@@ -30,10 +24,6 @@ constexpr NamedField<ScoreFields> kScoreFields[] = {
 };
 
 constexpr NamedField<ScoreTotals> kTotalsFields[] = {
-    {"totals.rows", &ScoreTotals::rows},
-    {"totals.counted", &ScoreTotals::counted},
-    {"totals.ignored", &ScoreTotals::ignored},
-    {"totals.faulty", &ScoreTotals::faulty},
     {"totals.loss_sum", &ScoreTotals::loss_sum},
     {"totals.target_logprob_sum", &ScoreTotals::target_logprob_sum},
 };
@@ -48,74 +38,16 @@ constexpr RowList<CrossEntropyRow> kSupportIds = {"support_ids", "support_count"
 static_assert(v1::SMOOTHING_CONVENTION_TORCH == static_cast<int>(Smoothing::kTorch));
 static_assert(v1::SMOOTHING_CONVENTION_MEGATRON == static_cast<int>(Smoothing::kMegatron));
 
-constexpr int64_t kDefaultIgnoreIndex = -100;
-// So that the sum of three counts up to it, and of the rows to come, does not overflow.
-constexpr int64_t kMaxOffset = int64_t{1} << 60;
-
-absl::Status RowByRow(std::string_view name) {
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got none, allowed values in every message: the sequence's first one "
-                      "gave them row by row",
-                      name));
-}
-
-// A value that a later message may only repeat.
-template <typename T>
-absl::Status InheritSame(std::string_view name, const T& first, T* own) {
-  if (*own == T()) *own = first;
-  if (*own == first) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(std::string(name), ": got ", *own, ", allowed ",
-                                                 first,
-                                                 ", as in the sequence's first message, or "
-                                                 "none"));
-}
-
-// The lists of parameters that a later message does not send.
-absl::Status InheritParams(const AnyLists& first, AnyLists* own) {
-  for (size_t i = 0; i < first.size(); ++i) {
-    const bool is_sent = std::visit([](const auto& list) { return !list.empty(); }, (*own)[i]);
-    if (is_sent) continue;
-    const size_t values = std::visit([](const auto& list) { return list.size(); }, first[i]);
-    if (values > 1) return RowByRow(kCrossEntropyParams[i].name);
-    (*own)[i] = first[i];
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckTotals(const ScoreTotals& totals, int64_t offset) {
-  LOGITD_RETURN_IF_ERROR(CheckRange("totals.counted", totals.counted, 0, offset));
-  LOGITD_RETURN_IF_ERROR(CheckRange("totals.ignored", totals.ignored, 0, offset));
-  LOGITD_RETURN_IF_ERROR(CheckRange("totals.faulty", totals.faulty, 0, offset));
-  LOGITD_RETURN_IF_ERROR(CheckRange("totals.rows", totals.rows, 0, offset));
-  const int64_t sum = totals.counted + totals.ignored + totals.faulty;
-  if (totals.rows != sum) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("totals.rows: got %d, allowed %d: counted %d + ignored %d + faulty %d",
-                        totals.rows, sum, totals.counted, totals.ignored, totals.faulty));
-  }
-  if (std::isnan(totals.loss_sum) || std::isnan(totals.target_logprob_sum)) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("totals: got sums %g and %g, allowed numbers and infinities",
-                        totals.loss_sum, totals.target_logprob_sum));
-  }
-  if (totals.counted == 0 && (totals.loss_sum != 0 || totals.target_logprob_sum != 0)) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("totals: got sums %g and %g, allowed 0 and 0 where counted is 0",
-                        totals.loss_sum, totals.target_logprob_sum));
-  }
-  return absl::OkStatus();
+  LOGITD_RETURN_IF_ERROR(CheckCounts(totals, offset));
+  return CheckSums(totals, totals.loss_sum, totals.target_logprob_sum);
 }
 
 void Add(const ScoreTotals& part, ScoreTotals* totals) {
-  totals->rows += part.rows;
-  totals->counted += part.counted;
-  totals->ignored += part.ignored;
-  totals->faulty += part.faulty;
+  AddCounts(part, totals);
   totals->loss_sum += part.loss_sum;
   totals->target_logprob_sum += part.target_logprob_sum;
 }
-
-constexpr size_t kMaxTotalsBytes = 8 * (1 + kMaxVarintSize);
 
 }  // namespace
 
@@ -125,8 +57,8 @@ absl::Status ParseScoreFields(Pieces pieces, size_t max_list, ScoreFields* field
                                                 .Add(kHiddenFields)
                                                 .Add(kScoreFields)
                                                 .Add(kCrossEntropyParams, &ScoreFields::params));
-  static const auto* const totals_table =
-      new auto(FieldTable<ScoreTotals>(v1::ScoreTotals::descriptor()).Add(kTotalsFields));
+  static const auto* const totals_table = new auto(
+      FieldTable<ScoreTotals>(v1::ScoreTotals::descriptor()).Add(kCountsFields).Add(kTotalsFields));
   LOGITD_RETURN_IF_ERROR(ParseMessage<ScoreFields>(pieces, *table, max_list, fields));
   return ParseNested<ScoreTotals>(pieces, fields->totals_parts, *totals_table, max_list,
                                   &fields->totals);
@@ -147,25 +79,17 @@ absl::Status ScoreCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec*
   rows_.support_ids = std::move(fields.support_ids);
   LOGITD_RETURN_IF_ERROR(CheckCrossEntropy(rows_.Request(input_.vocab())));
   Remember(fields);
-  FillSpec(spec,
-           /*more_bytes: offset and totals*/ kMaxVarintSize + kMaxLengthHead + kMaxTotalsBytes);
+  FillSpec(spec, /*more_bytes: offset and totals*/ kMaxVarintSize + kMaxTotalsFieldBytes);
   return absl::OkStatus();
 }
 
 // Takes what the message does not say from the first one of its sequence.
 absl::Status ScoreCodec::Inherit(ScoreFields* fields) const {
   const ScoreSettings& first = sequence_->first;
-  LOGITD_RETURN_IF_ERROR(InheritSame("dtype", first.dtype, &fields->dtype));
-  LOGITD_RETURN_IF_ERROR(InheritSame("vocab", first.vocab, &fields->vocab));
-  LOGITD_RETURN_IF_ERROR(CheckHeadName(fields->head));
-  if (first.head.empty() && !fields->head.empty()) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "head: got %s, allowed none: the sequence's first message had logits", fields->head));
-  }
-  LOGITD_RETURN_IF_ERROR(InheritSame("head", first.head, &fields->head));
-  LOGITD_RETURN_IF_ERROR(InheritSame("hidden_size", first.hidden_size, &fields->hidden_size));
+  LOGITD_RETURN_IF_ERROR(InheritInput(first, fields));
   if (!fields->ignore_index.has_value()) fields->ignore_index = first.ignore_index;
-  LOGITD_RETURN_IF_ERROR(InheritParams(first.params, &fields->params));
+  LOGITD_RETURN_IF_ERROR(
+      InheritParams<CrossEntropyRow>(kCrossEntropyParams, first.params, &fields->params));
   if (fields->extra_count.empty() && fields->extra_ids.empty()) {
     if (first.extra_count.size() > 1) return RowByRow("extra_count");
     fields->extra_ids = first.extra_ids;
@@ -178,21 +102,8 @@ absl::Status ScoreCodec::Inherit(ScoreFields* fields) const {
 
 // Reads where in its sequence the message is.
 absl::Status ScoreCodec::ReadPlace(const ScoreFields& fields) {
-  offset_ = fields.offset.value_or(sequence_->next_row);
-  if (!sequence_->begun) {
-    LOGITD_RETURN_IF_ERROR(CheckRange("offset", offset_, 0, kMaxOffset));
-    return CheckTotals(fields.totals, offset_);
-  }
-  if (offset_ != sequence_->next_row) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("offset: got %d, allowed %d, where the message before it ended, or none",
-                        offset_, sequence_->next_row));
-  }
-  if (!fields.totals_parts.parts.empty()) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "totals: got some at row %d, allowed only in the first message of a stream", offset_));
-  }
-  return absl::OkStatus();
+  LOGITD_RETURN_IF_ERROR(ReadOffset(fields.offset, fields.totals_parts, *sequence_, &offset_));
+  return sequence_->begun ? absl::OkStatus() : CheckTotals(fields.totals, offset_);
 }
 
 absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
@@ -204,20 +115,14 @@ absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
   }
   want_rank_ = fields.want_rank;
   want_entropy_ = fields.want_entropy;
-  const int64_t ignore_index = fields.ignore_index.value_or(kDefaultIgnoreIndex);
+  std::vector<int32_t> targets;
+  LOGITD_RETURN_IF_ERROR(ReadTargets(fields.targets, fields.ignore_index, vocab, &targets));
   const int32_t want = (want_rank_ ? kWantRank : 0) | (want_entropy_ ? kWantEntropy : 0);
   rows_.rows.resize(static_cast<size_t>(row_count), CrossEntropyRow{.active = 1, .want = want});
   const absl::Span<CrossEntropyRow> rows = absl::MakeSpan(rows_.rows);
   LOGITD_RETURN_IF_ERROR(FillParams<CrossEntropyRow>(kCrossEntropyParams, fields.params, rows));
   for (size_t r = 0; r < rows.size(); ++r) {
-    const int32_t target = fields.targets[r];
-    const bool ignored = target == ignore_index;
-    if (!ignored && (target < 0 || target >= vocab)) {
-      return absl::InvalidArgumentError(
-          absl::StrFormat("targets: got %d at row %d, allowed 0..%d, or %d (ignore_index)", target,
-                          r, vocab - 1, ignore_index));
-    }
-    rows[r].target = ignored ? kIgnoredTarget : target;
+    rows[r].target = targets[r];
     if (input_.head() != nullptr && rows[r].softcap != 0) {
       return absl::InvalidArgumentError(absl::StrFormat(
           "softcap: got %g at row %d, allowed 0 with hidden states: head %s has %g",
@@ -263,14 +168,7 @@ void ScoreCodec::Remember(const ScoreFields& fields) {
   first.vocab = input_.vocab();  // of a head too
   first.input.number = 0;
   first.input.message.parts.clear();
-  for (AnyList& any : first.params) {
-    std::visit(
-        [](auto& list) {
-          list.resize(std::min<size_t>(list.size(), 2));
-          list.shrink_to_fit();
-        },
-        any);
-  }
+  Shorten(&first.params);
   if (first.extra_count.size() > 1) {
     first.extra_count = {0, 0};
   } else {
@@ -279,27 +177,16 @@ void ScoreCodec::Remember(const ScoreFields& fields) {
   }
 }
 
-ScoreTotals ScoreCodec::TotalsOf(const engine::JobAnswer& answer) const {
+EncodedMessage ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
   const auto losses = answer.Out(ops::kCrossEntropyLosses);
   const auto logprobs = answer.Out(ops::kCrossEntropyTargetLogprobs);
-  const auto status = answer.Out(ops::kCrossEntropyStatus);
-  ScoreTotals totals{.rows = input_.rows()};
-  for (size_t r = 0; r < rows_.rows.size(); ++r) {
-    if (status[r].code != RowCode::kOk) {
-      ++totals.faulty;
-    } else if (rows_.rows[r].target == kIgnoredTarget) {
-      ++totals.ignored;
-    } else {
-      ++totals.counted;
-      totals.loss_sum += losses[r];
-      totals.target_logprob_sum += logprobs[r];
-    }
-  }
-  return totals;
-}
-
-EncodedMessage ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTimes& times) {
-  totals_ = TotalsOf(answer);
+  totals_ = TotalsOf<ScoreTotals>(
+      answer.Out(ops::kCrossEntropyStatus),
+      [&](size_t r) { return rows_.rows[r].target == kIgnoredTarget; },
+      [&](size_t r, ScoreTotals* totals) {
+        totals->loss_sum += losses[r];
+        totals->target_logprob_sum += logprobs[r];
+      });
   return EncodedMessage::Make(answer_bytes_, [&](WireWriter& writer) {
     const auto array = [&](uint32_t number, auto output) {
       WriteArray(writer, number, answer.Out(output));
@@ -326,28 +213,13 @@ EncodedMessage ScoreCodec::Encode(const engine::JobAnswer& answer, const CallTim
 
 // Adds the totals: all messages before this one have been counted by now.
 void ScoreCodec::Conclude(EncodedMessage* answer) {
-  using Totals = v1::ScoreTotals;
   ScoreTotals& totals = sequence_->totals;
   Add(totals_, &totals);
-  std::array<uint8_t, kMaxTotalsBytes> bytes;
-  WireWriter fields(bytes.data());
-  fields.VarintField(Totals::kRowsFieldNumber, totals.rows);
-  fields.VarintField(Totals::kCountedFieldNumber, totals.counted);
-  fields.VarintField(Totals::kIgnoredFieldNumber, totals.ignored);
-  fields.VarintField(Totals::kFaultyFieldNumber, totals.faulty);
-  fields.DoubleField(Totals::kLossSumFieldNumber, totals.loss_sum);
-  fields.DoubleField(Totals::kTargetLogprobSumFieldNumber, totals.target_logprob_sum);
   const auto counted = static_cast<double>(totals.counted);
-  fields.DoubleField(Totals::kLossMeanFieldNumber, totals.loss_sum / counted);
-  fields.DoubleField(Totals::kPerplexityFieldNumber,
-                     std::exp(-totals.target_logprob_sum / counted));
-  const auto size = static_cast<size_t>(fields.at() - bytes.data());
-  const EncodedMessage tail =
-      EncodedMessage::Make(kMaxLengthHead + kMaxTotalsBytes, [&](WireWriter& writer) {
-        writer.LengthHead(Response::kTotalsFieldNumber, size);
-        writer.Raw(bytes.data(), size);
-      });
-  answer->Append(tail);
+  AppendTotals(Response::kTotalsFieldNumber, totals,
+               {totals.loss_sum, totals.target_logprob_sum, totals.loss_sum / counted,
+                std::exp(-totals.target_logprob_sum / counted)},
+               answer);
 }
 
 }  // namespace logitd::rpc

@@ -16,16 +16,13 @@
 #include "server/rpc/codecs/logits_or_hidden.h"
 #include "server/rpc/codecs/row_codec.h"
 #include "server/rpc/codecs/row_values.h"
+#include "server/rpc/codecs/sequence.h"
 #include "server/rpc/wire/reader.h"
 
 namespace logitd::rpc {
 
 // logitd.v1.ScoreTotals, except what is computed from the rest of it.
-struct ScoreTotals {
-  int64_t rows = 0;
-  int64_t counted = 0;
-  int64_t ignored = 0;
-  int64_t faulty = 0;
+struct ScoreTotals : SequenceCounts {
   double loss_sum = 0;
   double target_logprob_sum = 0;
 };
@@ -56,12 +53,10 @@ absl::Status ParseScoreFields(Pieces pieces, size_t max_list, ScoreFields* field
 
 // The common state of the messages of a stream; a call is a stream of one. The calls of Parse come
 // one after another, and so do those of Conclude.
-struct ScoreSequence {
-  // For Parse.
-  bool begun = false;
+struct ScoreSequence : SequencePlace {
+  // For Parse, with the place.
   ScoreSettings first;  // of the first message; of a list with a value for each row, two values
   std::shared_ptr<const engine::Head> head;
-  int64_t next_row = 0;
   // For the first Parse, then for Conclude.
   ScoreTotals totals;
 };
@@ -84,7 +79,6 @@ class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
   absl::Status CutSupports(const ScoreFields& fields, absl::Span<CrossEntropyRow> rows);
   void SkipIgnored(absl::Span<CrossEntropyRow> rows);
   void Remember(const ScoreFields& fields);
-  ScoreTotals TotalsOf(const engine::JobAnswer& answer) const;
 
   const std::shared_ptr<ScoreSequence> sequence_;
   int64_t offset_ = 0;

@@ -33,6 +33,11 @@ constexpr size_t kMinPlacedRun = size_t{4} << 10;
 // Messages and answers of at least this much get a place; smaller ones are copied.
 constexpr size_t kMinPlacedBytes = size_t{64} << 10;
 
+// Bytes between the rows of an input in the slab.
+size_t SlabStride(const Payload& input) {
+  return input.padded ? engine::AlignUp(input.row_bytes) : input.row_bytes;
+}
+
 // The slab and the ticket of an answer that is sent from its slab, until it is sent.
 struct KeptAnswer {
   std::shared_ptr<const void> slab;
@@ -133,7 +138,8 @@ bool RequestJob::IsPlaced(const Payload& payload, size_t row_stride) const {
 }
 
 engine::RowsPlace RequestJob::PlaceOf(const Payload& payload) const {
-  engine::RowsPlace place = {.row_bytes = payload.row_bytes, .rows = payload.rows};
+  engine::RowsPlace place = {
+      .row_bytes = payload.row_bytes, .slab_stride = SlabStride(payload), .rows = payload.rows};
   if (payload.arena == nullptr) {
     place.data = message_.bytes.data() + payload.range.offset;
     place.row_stride = payload.row_bytes;
@@ -162,7 +168,7 @@ absl::Status RequestJob::FindPlaces() {
     if (device != engine::kAnyDevice && device != payload.arena->device()) {
       const engine::Devices& devices = environment_.engine->devices();
       return absl::InvalidArgumentError(absl::StrFormat(
-          "shared_d_probs: got rows on %s, allowed on %s, where the rows of shared lie",
+          "%s: got rows on %s, allowed on %s, where the rows of shared lie", payload.field,
           devices.NameOf(payload.arena->device()), devices.NameOf(device)));
     }
     device = payload.arena->device();
@@ -170,7 +176,7 @@ absl::Status RequestJob::FindPlaces() {
   };
   LOGITD_RETURN_IF_ERROR(find(codec_->payload(), engine::RowStride(spec_.key)));
   for (const Payload& input : codec_->copied_inputs()) {
-    LOGITD_RETURN_IF_ERROR(find(input, input.row_bytes));
+    LOGITD_RETURN_IF_ERROR(find(input, SlabStride(input)));
   }
   FindAnswerPlace();
   if (engine::IsSharded(spec_.key) && spec_.key.device > 0) {
@@ -258,7 +264,7 @@ void RequestJob::CopyRowsTo(std::byte* dst, size_t row_stride) {
                    static_cast<size_t>(spec_.rows()) * row_stride, offsets.data());
     for (size_t i = 0; i < copied.size(); ++i) {
       if (!in_slab(i + 1)) continue;
-      CopyRows(pieces(), copied[i], dst + offsets[i], copied[i].row_bytes);
+      CopyRows(pieces(), copied[i], dst + offsets[i], SlabStride(copied[i]));
     }
   }
   codec_->PayloadCopied();
