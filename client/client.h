@@ -27,7 +27,7 @@ namespace logitd::client {
 
 class Transport;
 
-// Rows to work on, logits or hidden states, with the parameters of TopK, Sample, Verify or Score.
+// Rows to work on, logits or hidden states, with the parameters of a call.
 template <typename Params>
 struct LogitsRequest {
   v1::DType dtype = v1::DTYPE_F32;
@@ -58,6 +58,18 @@ using SampleRequest = LogitsRequest<v1::SampleRequest>;
 using VerifyRequest = LogitsRequest<v1::VerifyRequest>;
 using ScoreRequest = LogitsRequest<v1::ScoreRequest>;
 
+// Two inputs per row. The members of LogitsRequest are the first, and these the reference, with as
+// many rows of the same vocabulary.
+struct DivergenceRequest : LogitsRequest<v1::DivergenceRequest> {
+  v1::DType reference_dtype = v1::DTYPE_UNSPECIFIED;  // unspecified: `dtype`
+  std::vector<absl::string_view>
+      reference_logits;  // this and the next five as without "reference_"
+  std::string reference_head;
+  int64_t reference_hidden_size = 0;
+  std::vector<absl::string_view> reference_hidden;
+  const Arena* reference_arena = nullptr;
+};
+
 // The server's message, whose arrays agree with each other in size, and where rows start in it.
 // Where the rows took several messages, their rows are joined, timings and round trips are summed,
 // the totals are those of the last message, and batch_rows is the largest.
@@ -66,14 +78,15 @@ struct LogitsResult {
   Answer answer;
   // [rows + 1]; the top tokens of row i are entries [top_offsets[i], top_offsets[i + 1]), and its
   // extra ids, its support's tokens and its draws are likewise. Only Sample and Verify have
-  // supports, only Sample has draws, and TopK has no extra ids.
+  // supports, only Sample has draws, TopK has no extra ids, and Divergence none of these.
   std::vector<int64_t> top_offsets = {0};
   std::vector<int64_t> extra_offsets = {0};
   std::vector<int64_t> support_offsets = {0};
   std::vector<int64_t> draw_offsets = {0};
   int messages = 0;
-  absl::Duration round_trip;  // this client's clock, last attempt only; ScoreStream: the whole call
-  int attempts = 0;           // ScoreStream: how often a stream was opened
+  absl::Duration
+      round_trip;    // this client's clock, last attempt only; of a sequence: the whole call
+  int attempts = 0;  // of a sequence: how often a stream was opened
 
   int64_t rows() const { return answer.status_size(); }
   // TopK only.
@@ -93,13 +106,17 @@ using TopKResult = LogitsResult<v1::TopKResponse>;
 using SampleResult = LogitsResult<v1::SampleResponse>;
 using VerifyResult = LogitsResult<v1::VerifyResponse>;
 using ScoreResult = LogitsResult<v1::ScoreResponse>;
+using DivergenceResult = LogitsResult<v1::DivergenceResponse>;
 
-// How far a ScoreStream is.
-struct ScoreProgress {
-  int64_t rows = 0;        // scored so far
+// How far a ScoreStream, or a DivergenceStream, is.
+template <typename Totals>
+struct SequenceProgress {
+  int64_t rows = 0;        // with an answer so far
   int64_t total_rows = 0;  // of the request
-  v1::ScoreTotals totals;  // of the last answer
+  Totals totals;           // of the last answer
 };
+using ScoreProgress = SequenceProgress<v1::ScoreTotals>;
+using DivergenceProgress = SequenceProgress<v1::DivergenceTotals>;
 
 // Values of grpc.health.v1.HealthCheckResponse.ServingStatus.
 enum class ServingStatus { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
@@ -163,6 +180,13 @@ class Client {
   absl::StatusOr<ScoreResult> ScoreStream(
       const ScoreRequest& request,
       const std::function<bool(const ScoreProgress&)>& progress = nullptr);
+
+  // How far two distributions are from each other, row by row; and of a sequence of any length, as
+  // ScoreStream with Score. A new stream demands the versions of both heads.
+  absl::StatusOr<DivergenceResult> Divergence(const DivergenceRequest& request);
+  absl::StatusOr<DivergenceResult> DivergenceStream(
+      const DivergenceRequest& request,
+      const std::function<bool(const DivergenceProgress&)>& progress = nullptr);
 
   // Tensors of any size: see ClientOptions::attention_message_bytes. The server's limits are asked
   // for before the first call, and again after a refusal under them, because a restarted server may

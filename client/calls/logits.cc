@@ -1,4 +1,4 @@
-// TopK, Sample, Verify and Score: one message of rows, one answer.
+// TopK, Sample, Verify, Score and Divergence: one message of rows, one answer.
 #include <utility>
 
 #include "client/client.h"
@@ -12,9 +12,8 @@ constexpr char kTopKMethod[] = "/logitd.v1.Sampler/TopK";
 constexpr char kSampleMethod[] = "/logitd.v1.Sampler/Sample";
 constexpr char kScoreMethod[] = "/logitd.v1.Scorer/Score";
 
-template <typename Params>
-absl::StatusOr<grpc::ByteBuffer> Encode(const Transport& transport,
-                                        const LogitsRequest<Params>& request,
+template <typename Request>
+absl::StatusOr<grpc::ByteBuffer> Encode(const Transport& transport, const Request& request,
                                         const std::shared_ptr<const void>& owner) {
   absl::StatusOr<grpc::ByteBuffer> buffer = EncodeRequest(request, owner);
   if (!buffer.ok()) return buffer;
@@ -22,9 +21,9 @@ absl::StatusOr<grpc::ByteBuffer> Encode(const Transport& transport,
   return buffer;
 }
 
-template <typename Answer, typename Params>
+template <typename Answer, typename Request>
 absl::StatusOr<LogitsResult<Answer>> Call(Transport& transport, const char* method,
-                                          const LogitsRequest<Params>& request) {
+                                          const Request& request) {
   Attempt attempt = transport.Retry(transport.Deadline(), [&](absl::Time deadline) {
     PayloadHold hold(request.owner);
     absl::StatusOr<grpc::ByteBuffer> buffer = Encode(transport, request, hold.owner());
@@ -102,6 +101,10 @@ absl::StatusOr<VerifyResult> Client::Verify(const VerifyRequest& request) {
 
 absl::StatusOr<ScoreResult> Client::Score(const ScoreRequest& request) {
   return Call<v1::ScoreResponse>(*transport_, kScoreMethod, request);
+}
+
+absl::StatusOr<DivergenceResult> Client::Divergence(const DivergenceRequest& request) {
+  return Call<v1::DivergenceResponse>(*transport_, "/logitd.v1.Scorer/Divergence", request);
 }
 
 void Client::TopKAsync(const TopKRequest& request,

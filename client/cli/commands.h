@@ -74,6 +74,16 @@ struct ScoreFlags {
 };
 int RunScore(const Session& session, const ScoreFlags& flags);
 
+struct DivergenceFlags {
+  InputFlags input;      // a file
+  InputFlags reference;  // a file; its arena is that of `input`
+  std::string targets;   // a file; none where empty
+  std::vector<ParameterFlag> params = FlagsOf(*v1::DivergenceRequest::descriptor(), {"targets"});
+  bool totals = false;  // no line for every row
+  std::string out;      // a file that is written; none where empty
+};
+int RunDivergence(const Session& session, const DivergenceFlags& flags);
+
 struct AttentionFlags {
   std::string window;  // "L,R"; empty: none
   float scale = 1;

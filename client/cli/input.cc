@@ -111,14 +111,17 @@ void Input::SetRow(absl::Span<const float> state, const v1::Head& to) {
   payload = computed;
 }
 
-absl::StatusOr<Input> LoadFile(const InputFlags& flags) {
+absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix) {
   const bool hidden = !flags.hidden.empty();
   if (hidden && flags.head.empty()) {
     return absl::InvalidArgumentError(
-        "--head is missing; with --hidden it names a head that the server has loaded");
+        absl::StrFormat("%shead is missing; with %shidden it names a head that the server has "
+                        "loaded",
+                        prefix, prefix));
   }
   if (!hidden && !flags.head.empty()) {
-    return absl::InvalidArgumentError("--head next to --logits; allowed with --hidden or a text");
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%shead next to %slogits; allowed with %shidden or a text", prefix, prefix, prefix));
   }
   absl::StatusOr<client::FileTensor> loaded =
       client::LoadMatrix(hidden ? flags.hidden : flags.logits);
@@ -130,6 +133,27 @@ absl::StatusOr<Input> LoadFile(const InputFlags& flags) {
                  .payload = loaded->bytes};
   input.tensor = *std::move(loaded);
   return input;
+}
+
+absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows) {
+  const absl::StatusOr<std::vector<int64_t>> wide = client::LoadIntegers(file);
+  if (!wide.ok()) return wide.status();
+  if (static_cast<int64_t>(wide->size()) != rows) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "--targets: %s: got %d values, allowed %d (rows)", file, wide->size(), rows));
+  }
+  std::vector<int32_t> targets;
+  targets.reserve(wide->size());
+  for (int64_t target : *wide) {
+    if (target < std::numeric_limits<int32_t>::min() ||
+        target > std::numeric_limits<int32_t>::max()) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("--targets: %s: got %d at row %d, allowed numbers of 32 bits", file,
+                          target, targets.size()));
+    }
+    targets.push_back(static_cast<int32_t>(target));
+  }
+  return targets;
 }
 
 absl::StatusOr<Input> LoadPrompt(const InputFlags& flags) {

@@ -76,8 +76,12 @@ struct Input {
 // For an error of MoveToArena: complains, and returns the exit code.
 int NoArena(const Session& session, const absl::Status& status);
 
-// The rows of --logits or --hidden. INVALID_ARGUMENT also for flags that do not go together.
-absl::StatusOr<Input> LoadFile(const InputFlags& flags);
+// The rows of --logits or --hidden; `prefix` is what their names begin with. INVALID_ARGUMENT also
+// for flags that do not go together.
+absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix = "--");
+
+// The token ids of --targets, one for each row.
+absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows);
 
 // The model and the tokens of --text.
 absl::StatusOr<Input> LoadPrompt(const InputFlags& flags);

@@ -89,6 +89,20 @@ constexpr char kScoreExamples[] =
   logitctl score --hidden states.npy --head llama --targets ids.npy --totals --out losses.npy
   logitctl score --logits logits.npy --targets ids.npy --label-smoothing 0.1 --rank --entropy)";
 
+constexpr char kDivergenceHelp[] =
+    R"(How far two distributions are from each other, row by row: KL divergences, both ways, and entropies.
+
+Each of the two inputs is a file of logits, or of hidden states for a head that the server has
+loaded; both have the same rows and vocabulary. Forward is KL(p || q), with p of the first input and
+q of the reference, in nats; reverse is KL(q || p). With --targets, token ids in a file, also the
+log-probabilities of these; rows whose target is --ignore-index do not count.
+
+Long input goes as a stream of messages, as that of logitctl score. JSON has the keys of
+logitd.v1.DivergenceResponse.)";
+constexpr char kDivergenceExamples[] =
+    R"(  logitctl divergence --logits student.npy --reference-logits teacher.npy --reference-temperature 2
+  logitctl divergence --hidden s.npy --head student --reference-hidden t.npy --reference-head teacher)";
+
 constexpr char kSoftmaxHelp[] =
     R"(Attention: softmax(scale * scores + mask) of every row of a tensor of scores, into a file.
 
@@ -363,6 +377,43 @@ void AddScore(CLI::App* app, Commands* commands) {
       ->type_name("FILE");
 }
 
+void AddDivergence(CLI::App* app, Commands* commands) {
+  const auto [command, flags] =
+      AddCommand(app, commands, "divergence", kDivergenceHelp, kDivergenceExamples, &RunDivergence);
+  struct Source {
+    const char* group;
+    const char* prefix;
+    InputFlags* flags;
+  };
+  for (const Source& source : {Source{"input", "--", &flags->input},
+                               Source{"reference", "--reference-", &flags->reference}}) {
+    const std::string prefix = source.prefix;
+    CLI::Option_group* group = command->add_option_group(source.group, "one of");
+    group
+        ->add_option(prefix + "logits", source.flags->logits,
+                     "a file as for score, [rows,vocab] or [vocab]")
+        ->type_name("FILE");
+    group
+        ->add_option(prefix + "hidden", source.flags->hidden,
+                     "a file, [rows,hidden], in the dtype of the head")
+        ->type_name("FILE");
+    group->require_option(1);
+    command->add_option(prefix + "head", source.flags->head,
+                        "a head that the server has loaded; required with " + prefix + "hidden");
+  }
+  AddArena(command, &flags->input.arena);
+  AddArenaKind(command, &flags->input.arena_kind);
+  command->add_option("--targets", flags->targets, "a file of token ids, [rows]")
+      ->type_name("FILE");
+  AddParameters(command, &flags->params);
+  command->add_flag("--totals", flags->totals,
+                    "print only the totals, without a line for each row");
+  command
+      ->add_option("--out", flags->out,
+                   "FILE.npy or FILE.safetensors: [rows,2], forward and reverse")
+      ->type_name("FILE");
+}
+
 void AddAttention(CLI::App* command, AttentionFlags* flags, const char* logsumexp_help) {
   command->add_option("--window", flags->window,
                       "L,R: keys that a query sees to its left and right; inf: no bound");
@@ -521,8 +572,8 @@ int Main(int argc, char** argv) {
                        absl::StrCat("logitctl ", LOGITD_VERSION, ", gRPC ", grpc::Version()));
   app.require_subcommand(1);
   Commands commands;
-  for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddSoftmax, AddSoftmaxBackward,
-                   AddHeads, AddWatermark, AddServer}) {
+  for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddDivergence, AddSoftmax,
+                   AddSoftmaxBackward, AddHeads, AddWatermark, AddServer}) {
     add(&app, &commands);
   }
   CommonFlags common;

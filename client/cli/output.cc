@@ -199,13 +199,33 @@ std::string GeneratedJson(const Generated& generated, const std::string& prompt)
                {"ranks", generated.ranks}});
 }
 
+namespace {
+
+template <typename Answer>
+std::string TotalsJson(const Answer& answer) {
+  return Line({{"offset", answer.offset()},
+               {"totals", ToJson(answer.totals())},
+               {"timings", ToJson(answer.timings())}});
+}
+
+template <typename Totals>
+std::string CountsLine(const Totals& t) {
+  return absl::StrFormat("%d rows: %d counted, %d ignored, %d faulty\n", t.rows(), t.counted(),
+                         t.ignored(), t.faulty());
+}
+
+template <typename Result>
+std::string SequenceLines(const Result& result) {
+  return absl::StrFormat(
+      "%sclient: round trip %s, messages %d, streams %d\n", TimingsLine(result.answer.timings()),
+      Time(absl::ToDoubleNanoseconds(result.round_trip)), result.messages, result.attempts);
+}
+
+}  // namespace
+
 std::string Json(const ScoreOutput& output) {
   const v1::ScoreResponse& answer = output.result->answer;
-  if (output.totals) {
-    return Line({{"offset", answer.offset()},
-                 {"totals", ToJson(answer.totals())},
-                 {"timings", ToJson(answer.timings())}});
-  }
+  if (output.totals) return TotalsJson(answer);
   ordered_json out = ToJson(answer);
   out["targets"] = output.targets;
   return Line(WithText(std::move(out), output.text, &output.top_text));
@@ -256,14 +276,45 @@ std::string Table(const ScoreOutput& output) {
   const client::ScoreResult& result = *output.result;
   const v1::ScoreTotals& t = result.answer.totals();
   std::string out = output.totals ? "" : ScoreRows(output);
-  absl::StrAppendFormat(&out, "%d rows: %d counted, %d ignored, %d faulty\n", t.rows(), t.counted(),
-                        t.ignored(), t.faulty());
+  out += CountsLine(t);
   absl::StrAppendFormat(&out, "loss %.6g in all, mean %.6g; perplexity %.6g\n", t.loss_sum(),
                         t.loss_mean(), t.perplexity());
-  out += TimingsLine(result.answer.timings());
-  absl::StrAppendFormat(&out, "client: round trip %s, messages %d, streams %d\n",
-                        Time(result.round_trip), result.messages, result.attempts);
-  return out;
+  return out + SequenceLines(result);
+}
+
+std::string Json(const DivergenceOutput& output) {
+  const v1::DivergenceResponse& answer = output.result->answer;
+  return output.totals ? TotalsJson(answer) : Line(ToJson(answer));
+}
+
+std::string Table(const DivergenceOutput& output) {
+  const v1::DivergenceResponse& a = output.result->answer;
+  std::string out;
+  if (!output.totals) {
+    const bool targets = a.target_logprobs_size() > 0;
+    out = absl::StrFormat("%6s %11s %11s %10s %10s%s\n", "row", "forward", "reverse", "entropy",
+                          "reference", targets ? "    logprob  reference" : "");
+    for (int row = 0; row < a.forward_kl_size(); ++row) {
+      absl::StrAppendFormat(&out, "%6d", row);
+      if (a.status(row) != v1::ROW_STATUS_OK) {
+        absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
+        continue;
+      }
+      absl::StrAppendFormat(&out, " %11.6g %11.6g %10.4f %10.4f", a.forward_kl(row),
+                            a.reverse_kl(row), a.entropies(row), a.reference_entropies(row));
+      if (targets) {
+        absl::StrAppendFormat(&out, " %10.4f %10.4f", a.target_logprobs(row),
+                              a.reference_target_logprobs(row));
+      }
+      out += '\n';
+    }
+  }
+  const v1::DivergenceTotals& t = a.totals();
+  out += CountsLine(t);
+  absl::StrAppendFormat(&out, "forward %.6g in all, mean %.6g; reverse %.6g in all, mean %.6g\n",
+                        t.forward_kl_sum(), t.forward_kl_mean(), t.reverse_kl_sum(),
+                        t.reverse_kl_mean());
+  return out + SequenceLines(*output.result);
 }
 
 std::string Json(const AttentionOutput& output) {

@@ -63,6 +63,14 @@ struct ScoreOutput {
 std::string Json(const ScoreOutput& output);
 std::string Table(const ScoreOutput& output);
 
+// The answer to one logitctl divergence.
+struct DivergenceOutput {
+  const client::DivergenceResult* result = nullptr;
+  bool totals = false;  // only the offset, the totals and the timings
+};
+std::string Json(const DivergenceOutput& output);
+std::string Table(const DivergenceOutput& output);
+
 // The answer to one logitctl softmax or softmax-backward, except the array in the file.
 struct AttentionOutput {
   const client::AttentionResult* result = nullptr;

@@ -1,7 +1,6 @@
 // logitctl score.
 #include <algorithm>
 #include <fstream>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -24,27 +23,6 @@ namespace logitd::cli {
 namespace {
 
 constexpr absl::Duration kNoBarFor = absl::Milliseconds(400);
-
-absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows) {
-  const absl::StatusOr<std::vector<int64_t>> wide = client::LoadIntegers(file);
-  if (!wide.ok()) return wide.status();
-  if (static_cast<int64_t>(wide->size()) != rows) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "--targets: %s: got %d values, allowed %d (rows)", file, wide->size(), rows));
-  }
-  std::vector<int32_t> targets;
-  targets.reserve(wide->size());
-  for (int64_t target : *wide) {
-    if (target < std::numeric_limits<int32_t>::min() ||
-        target > std::numeric_limits<int32_t>::max()) {
-      return absl::InvalidArgumentError(
-          absl::StrFormat("--targets: %s: got %d at row %d, allowed numbers of 32 bits", file,
-                          target, targets.size()));
-    }
-    targets.push_back(static_cast<int32_t>(target));
-  }
-  return targets;
-}
 
 // Rows and targets of --logits or --hidden.
 absl::StatusOr<Input> LoadScoredFile(const ScoreFlags& flags) {

@@ -40,51 +40,152 @@ constexpr bool kSameHeadFields =
     Params::kHiddenFieldNumber == int{Fields::kHiddenFieldNumber};
 static_assert(kSameFields<v1::SampleRequest> && kSameHeadFields<v1::SampleRequest>);
 static_assert(kSameFields<v1::ScoreRequest> && kSameHeadFields<v1::ScoreRequest>);
+static_assert(kSameFields<v1::DivergenceRequest> && kSameHeadFields<v1::DivergenceRequest>);
 static_assert(kSameFields<v1::VerifyRequest> && kSameHeadFields<v1::VerifyRequest>);
 
-// The fields of LogitsRequest itself, then those of the input, without the payload where it is
-// sent. Written even where they have their default, so that they override whatever the parameters
-// have there.
+// An input of a request, and the numbers of its fields. Written even where they have their default,
+// so that they override whatever the parameters have there.
+struct Input {
+  struct Numbers {
+    int dtype, head, hidden_size, shared, hidden, logits;
+  };
+  Numbers numbers;
+  v1::DType dtype;
+  int64_t rows;
+  int64_t vocab;
+  absl::string_view head;
+  int64_t hidden_size;
+  const Arena* arena;
+  const Pieces& payload;
+
+  bool hidden() const { return !head.empty(); }
+};
+
+constexpr Input::Numbers kFirst = {Fields::kDtypeFieldNumber,      Fields::kHeadFieldNumber,
+                                   Fields::kHiddenSizeFieldNumber, Fields::kSharedFieldNumber,
+                                   Fields::kHiddenFieldNumber,     Fields::kLogitsFieldNumber};
+using Pair = v1::DivergenceRequest;
+constexpr Input::Numbers kReference = {
+    Pair::kReferenceDtypeFieldNumber,      Pair::kReferenceHeadFieldNumber,
+    Pair::kReferenceHiddenSizeFieldNumber, Pair::kReferenceSharedFieldNumber,
+    Pair::kReferenceHiddenFieldNumber,     Pair::kReferenceLogitsFieldNumber};
+
 template <typename Params>
-std::string OwnFields(const LogitsRequest<Params>& request, const v1::SharedRows* shared,
-                      uint64_t payload_bytes) {
-  const bool hidden = !request.head.empty();
-  std::string bytes;
-  {  // the streams have written everything once they are gone
-    google::protobuf::io::StringOutputStream stream(&bytes);
-    CodedOutputStream out(&stream);
-    WireFormatLite::WriteEnum(Fields::kDtypeFieldNumber, request.dtype, &out);
-    WireFormatLite::WriteInt64(Fields::kRowsFieldNumber, request.rows, &out);
-    WireFormatLite::WriteInt64(Fields::kVocabFieldNumber, request.vocab, &out);
-    WireFormatLite::WriteString(Fields::kHeadFieldNumber, request.head, &out);
-    WireFormatLite::WriteInt64(Fields::kHiddenSizeFieldNumber, request.hidden_size, &out);
-    if (shared != nullptr) {
-      WireFormatLite::WriteBytes(Fields::kSharedFieldNumber, shared->SerializeAsString(), &out);
-    } else {
-      WireFormatLite::WriteTag(hidden ? Fields::kHiddenFieldNumber : Fields::kLogitsFieldNumber,
-                               WireFormatLite::WIRETYPE_LENGTH_DELIMITED, &out);
-      out.WriteVarint64(payload_bytes);
-    }
-  }
-  return bytes;
+Input FirstOf(const LogitsRequest<Params>& request, const Pieces& payload) {
+  return {kFirst,       request.dtype,       request.rows,  request.vocab,
+          request.head, request.hidden_size, request.arena, payload};
+}
+Input SecondOf(const DivergenceRequest& request, const Pieces& payload) {
+  return {kReference,
+          ReferenceDType(request),
+          request.rows,
+          request.vocab,
+          request.reference_head,
+          request.reference_hidden_size,
+          request.reference_arena,
+          payload};
 }
 
-// Where the payload lies in the request's arena.
-template <typename Params>
-absl::StatusOr<v1::SharedRows> FindShared(const LogitsRequest<Params>& request,
-                                          const Pieces& payload) {
-  const int64_t elements = request.head.empty() ? request.vocab : request.hidden_size;
-  if (elements < 1 || elements > kMaxElements) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%s: got %d, allowed 1..%d with an arena",
-                        request.head.empty() ? "vocab" : "hidden_size", elements, kMaxElements));
-  }
-  if (!v1::DType_IsValid(request.dtype) || request.dtype == v1::DTYPE_UNSPECIFIED) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(request.dtype)));
-  }
-  return request.arena->Find(payload, request.rows, elements * DTypeSize(request.dtype));
+// Appends what `write` writes to a stream.
+template <typename Write>
+void AppendTo(std::string* bytes, Write write) {
+  google::protobuf::io::StringOutputStream stream(bytes);
+  CodedOutputStream out(&stream);
+  write(&out);
 }
+
+// The type, the head and the size of a hidden state.
+void AppendShape(const Input& input, std::string* bytes) {
+  AppendTo(bytes, [&](CodedOutputStream* out) {
+    WireFormatLite::WriteEnum(input.numbers.dtype, input.dtype, out);
+    WireFormatLite::WriteString(input.numbers.head, std::string(input.head), out);
+    WireFormatLite::WriteInt64(input.numbers.hidden_size, input.hidden_size, out);
+  });
+}
+
+void AppendRowsAndVocab(int64_t rows, int64_t vocab, std::string* bytes) {
+  AppendTo(bytes, [&](CodedOutputStream* out) {
+    WireFormatLite::WriteInt64(Fields::kRowsFieldNumber, rows, out);
+    WireFormatLite::WriteInt64(Fields::kVocabFieldNumber, vocab, out);
+  });
+}
+
+// Where the payload lies in the input's arena.
+absl::StatusOr<v1::SharedRows> FindShared(const Input& input) {
+  const int64_t elements = input.hidden() ? input.hidden_size : input.vocab;
+  if (elements < 1 || elements > kMaxElements) {
+    return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, allowed 1..%d with an arena",
+                                                      input.hidden() ? "hidden_size" : "vocab",
+                                                      elements, kMaxElements));
+  }
+  if (!v1::DType_IsValid(input.dtype) || input.dtype == v1::DTYPE_UNSPECIFIED) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(input.dtype)));
+  }
+  return input.arena->Find(input.payload, input.rows, elements * DTypeSize(input.dtype));
+}
+
+// A message as slices: small fields in memory of ours, payloads over the caller's.
+class MessageSlices {
+ public:
+  MessageSlices(const google::protobuf::MessageLite& params, const Owner& owner) : owner_(owner) {
+    constexpr size_t kMost = 512;  // of small fields, mostly
+    small_.reserve(params.ByteSizeLong() + kMost);
+    params.AppendToString(&small_);
+  }
+
+  std::string* small() { return &small_; }  // fields that come next
+
+  // The payload, or where it lies. INVALID_ARGUMENT: see Arena::Find.
+  absl::Status Add(const Input& input) {
+    if (input.arena != nullptr) {
+      const absl::StatusOr<v1::SharedRows> found = FindShared(input);
+      if (!found.ok()) return found.status();
+      AppendTo(&small_, [&](CodedOutputStream* out) {
+        WireFormatLite::WriteBytes(input.numbers.shared, found->SerializeAsString(), out);
+      });
+      return absl::OkStatus();
+    }
+    uint64_t bytes = 0;
+    for (absl::string_view piece : input.payload) bytes += piece.size();
+    AppendTo(&small_, [&](CodedOutputStream* out) {
+      WireFormatLite::WriteTag(input.hidden() ? input.numbers.hidden : input.numbers.logits,
+                               WireFormatLite::WIRETYPE_LENGTH_DELIMITED, out);
+      out->WriteVarint64(bytes);
+    });
+    FinishSmall();
+    total_ += bytes;
+    for (absl::string_view piece : input.payload) {
+      if (!piece.empty()) slices_.push_back(SliceOver(piece, owner_));
+    }
+    return absl::OkStatus();
+  }
+
+  // Once. INVALID_ARGUMENT: protobuf cannot carry it.
+  absl::StatusOr<grpc::ByteBuffer> Finish() {
+    FinishSmall();
+    if (total_ > kMaxMessage) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "request: got %d bytes, allowed 0..%d; send fewer rows a call", total_, kMaxMessage));
+    }
+    return grpc::ByteBuffer(slices_.data(), slices_.size());
+  }
+
+ private:
+  void FinishSmall() {
+    total_ += small_.size();
+    if (small_.empty()) return;
+    auto* const kept = new std::string(std::exchange(small_, std::string()));
+    slices_.emplace_back(
+        kept->data(), kept->size(), [](void* bytes) { delete static_cast<std::string*>(bytes); },
+        kept);
+  }
+
+  const Owner& owner_;
+  std::string small_;
+  std::vector<grpc::Slice> slices_;
+  uint64_t total_ = 0;
+};
 
 // Running sums of `counts` from 0. False: a count is negative.
 template <typename Counts>
@@ -107,7 +208,12 @@ bool SizesAgree(LogitsResult<Answer>* result) {
   };
   const int rows = a.status_size();
   if (!all_are(rows, {a.logsumexp_size(), a.status_position_size()})) return false;
-  if constexpr (std::is_same_v<Answer, v1::TopKResponse>) {
+  if constexpr (std::is_same_v<Answer, v1::DivergenceResponse>) {
+    const int targets = a.target_logprobs_size();
+    return all_are(rows, {a.forward_kl_size(), a.reverse_kl_size(), a.entropies_size(),
+                          a.reference_entropies_size(), a.reference_logsumexp_size()}) &&
+           (targets == 0 || targets == rows) && a.reference_target_logprobs_size() == targets;
+  } else if constexpr (std::is_same_v<Answer, v1::TopKResponse>) {
     return a.k_size() == rows && Offsets(a.k(), &result->top_offsets) &&
            all_are(result->top_offsets.back(), {a.indices_size(), a.probs_size()});
   } else {
@@ -158,33 +264,25 @@ grpc::Slice SliceOver(absl::string_view bytes, Owner owner) {
 template <typename Params>
 absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& request,
                                                const Pieces& payload, const Owner& owner) {
-  uint64_t payload_bytes = 0;
-  v1::SharedRows shared;
-  if (request.arena != nullptr) {
-    absl::StatusOr<v1::SharedRows> found = FindShared(request, payload);
-    if (!found.ok()) return found.status();
-    shared = *std::move(found);
-  } else {
-    for (absl::string_view piece : payload) payload_bytes += piece.size();
+  const Input input = FirstOf(request, payload);
+  MessageSlices message(request.params, owner);
+  AppendRowsAndVocab(request.rows, request.vocab, message.small());
+  AppendShape(input, message.small());
+  if (absl::Status added = message.Add(input); !added.ok()) return added;
+  return message.Finish();
+}
+
+absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const DivergenceRequest& request,
+                                               const Pieces& payload, const Pieces& reference,
+                                               const Owner& owner) {
+  const Input inputs[] = {FirstOf(request, payload), SecondOf(request, reference)};
+  MessageSlices message(request.params, owner);
+  AppendRowsAndVocab(request.rows, request.vocab, message.small());
+  for (const Input& input : inputs) AppendShape(input, message.small());
+  for (const Input& input : inputs) {
+    if (absl::Status added = message.Add(input); !added.ok()) return added;
   }
-  const std::string own_fields =
-      OwnFields(request, request.arena == nullptr ? nullptr : &shared, payload_bytes);
-  const size_t param_bytes = request.params.ByteSizeLong();
-  const uint64_t total = param_bytes + own_fields.size() + payload_bytes;
-  if (total > kMaxMessage) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "request: got %d bytes, allowed 0..%d; send fewer rows a call", total, kMaxMessage));
-  }
-  std::vector<grpc::Slice> slices;
-  slices.reserve(1 + payload.size());
-  slices.emplace_back(param_bytes + own_fields.size());
-  auto* const bytes = const_cast<uint8_t*>(slices[0].begin());  // new, and not shared yet
-  uint8_t* const end = request.params.SerializeWithCachedSizesToArray(bytes);
-  std::copy(own_fields.begin(), own_fields.end(), end);
-  for (absl::string_view piece : payload) {
-    if (!piece.empty() && request.arena == nullptr) slices.push_back(SliceOver(piece, owner));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
+  return message.Finish();
 }
 
 template <typename Answer>
@@ -224,5 +322,6 @@ template absl::StatusOr<TopKResult> DecodeResponse(grpc::ByteBuffer*);
 template absl::StatusOr<SampleResult> DecodeResponse(grpc::ByteBuffer*);
 template absl::StatusOr<VerifyResult> DecodeResponse(grpc::ByteBuffer*);
 template absl::StatusOr<ScoreResult> DecodeResponse(grpc::ByteBuffer*);
+template absl::StatusOr<DivergenceResult> DecodeResponse(grpc::ByteBuffer*);
 
 }  // namespace logitd::client

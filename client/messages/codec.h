@@ -27,6 +27,13 @@ const Pieces& PayloadOf(const LogitsRequest<Params>& request) {
   return request.head.empty() ? request.logits : request.hidden;
 }
 
+inline const Pieces& ReferenceOf(const DivergenceRequest& request) {
+  return request.reference_head.empty() ? request.reference_logits : request.reference_hidden;
+}
+inline v1::DType ReferenceDType(const DivergenceRequest& request) {
+  return request.reference_dtype == v1::DTYPE_UNSPECIFIED ? request.dtype : request.reference_dtype;
+}
+
 // With an arena: the request as one small slice, which says where in the arena the payload lies.
 // INVALID_ARGUMENT: see Arena::Find.
 //
@@ -46,9 +53,18 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
   return EncodeRequest(request, PayloadOf(request), owner);
 }
 
+// The same of two inputs, one payload after the other.
+absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const DivergenceRequest& request,
+                                               const Pieces& payload, const Pieces& reference,
+                                               const Owner& owner);
+inline absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const DivergenceRequest& request,
+                                                      const Owner& owner) {
+  return EncodeRequest(request, PayloadOf(request), ReferenceOf(request), owner);
+}
+
 // Consumes `response`. INTERNAL: not an `Answer`, or its arrays disagree in size.
 //
-// Answer: v1::TopKResponse, SampleResponse, VerifyResponse or ScoreResponse.
+// Answer: v1::TopKResponse, SampleResponse, VerifyResponse, ScoreResponse or DivergenceResponse.
 template <typename Answer>
 absl::StatusOr<LogitsResult<Answer>> DecodeResponse(grpc::ByteBuffer* response);
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "absl/strings/str_format.h"
 #include "client/messages/params.h"
@@ -102,7 +101,7 @@ absl::StatusOr<std::vector<TopKRequest>> CutTopK(const TopKRequest& request,
 template <typename Answer>
 void AppendRows(LogitsResult<Answer> part, LogitsResult<Answer>* all) {
   AddTimings(all->answer.timings(), part.answer.mutable_timings());
-  if constexpr (std::is_same_v<Answer, v1::ScoreResponse>) {
+  if constexpr (requires { part.answer.totals(); }) {
     if (all->messages > 0) part.answer.set_offset(all->answer.offset());
     all->answer.clear_totals();
   }
@@ -115,5 +114,6 @@ void AppendRows(LogitsResult<Answer> part, LogitsResult<Answer>* all) {
 }
 template void AppendRows(TopKResult, TopKResult*);
 template void AppendRows(ScoreResult, ScoreResult*);
+template void AppendRows(DivergenceResult, DivergenceResult*);
 
 }  // namespace logitd::client

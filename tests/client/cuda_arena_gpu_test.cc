@@ -142,6 +142,25 @@ class CudaArenaTest : public ::testing::Test {
     }
   }
 
+  // As ExpectEqualAnswers, with a reference that is sent, and one that lies in the arena too.
+  void ExpectEqualDivergences(Arena& arena, int64_t width) {
+    constexpr int64_t kReferenceAt = 24 * kMiB + 4;
+    client::DivergenceRequest pair;
+    pair.rows = 5;
+    pair.vocab = width;
+    const std::vector<float> reference = Normal(pair.rows * width, 9);
+    const absl::string_view bytes = ViewOf(reference);
+    ASSERT_TRUE(arena.Write(kReferenceAt, bytes).ok());
+    ExpectEqualAnswers(arena, pair, width, [&](client::DivergenceRequest request) {
+      request.reference_logits = {bytes};
+      auto sent = client_->Divergence(request);
+      request.reference_logits = {{arena.data() + kReferenceAt, bytes.size()}};
+      request.reference_arena = &arena;
+      EXPECT_EQ(AnswerOf(client_->Divergence(request)), AnswerOf(sent));
+      return sent;
+    });
+  }
+
   void ExpectEqualAnswersOfAllOps(ArenaKind kind) {
     const auto arena = Lease(kind, 32 * kMiB);
     ASSERT_NE(arena, nullptr);
@@ -156,6 +175,7 @@ class CudaArenaTest : public ::testing::Test {
       client::ScoreRequest score = {.rows = 6, .vocab = width};
       for (int i = 0; i < 6; ++i) score.params.add_targets(0);
       ExpectEqualAnswers(*arena, score, width, [&](const auto& r) { return client_->Score(r); });
+      ExpectEqualDivergences(*arena, width);
     }
   }
 

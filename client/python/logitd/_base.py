@@ -9,9 +9,9 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Type, Union
 from logitd import _arrays, _attention, results
 from logitd._calls import Call, Session, encoded, verify_fields
 from logitd._params import RowParams
-from logitd._rows import REQUESTS, RowInput, head_rows, row_input
+from logitd._rows import REQUESTS, PairInput, RowInput, head_rows, row_input
 from logitd.arena import Arena
-from logitd.errors import FailedPrecondition
+from logitd.errors import FailedPrecondition, InvalidArgument
 from logitd.options import TLS, Options, Retry
 from logitd.params import Float, split
 
@@ -24,6 +24,26 @@ def row_request(kind: str, logits: Any, params: Mapping[str, Any]) -> "tuple[Row
     rows = row_input(logits, hidden, head, dtype, arena, version)
     vocab = rows.width if head is None else None
     return rows, RowParams(REQUESTS[kind][1], kind, rest, rows.rows, vocab), deadline
+
+
+def pair_request(
+    logits: Any, reference_logits: Any, targets: Any, params: Mapping[str, Any]
+) -> "tuple[PairInput, RowParams, Optional[float]]":
+    """As row_request, with the reference beside the input."""
+    (hidden, head, version, dtype, arena), rest = split(
+        params, *(f"reference_{name}" for name in ("hidden", "head", "head_version", "dtype", "arena"))
+    )
+    if targets is not None:
+        rest["targets"] = targets
+    rows, row_params, deadline = row_request("divergence", logits, rest)
+    try:
+        reference = row_input(reference_logits, hidden, head, dtype, arena, version)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"reference_{error.message}") from None
+    if reference.rows != rows.rows:
+        raise InvalidArgument(f"reference: got {reference.rows} rows, allowed {rows.rows}, as the other input has")
+    first = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    return PairInput(**first, reference=reference), row_params, deadline
 
 
 _NO = ("0", "n", "no", "f", "false", "off")
@@ -167,7 +187,26 @@ class Base:
         params: Mapping[str, Any],
     ) -> Call[results.ScoreResult]:
         rows, row_params, deadline = row_request("score", logits, {**params, "targets": targets})
-        return self._session.score_stream(rows, row_params, deadline, offset, totals, progress)
+        return self._session.sequence("score", rows, row_params, deadline, offset, totals, progress)
+
+    def _divergence(
+        self, logits: Any, reference_logits: Any, targets: Any, params: Mapping[str, Any]
+    ) -> Call[results.DivergenceResult]:
+        rows, row_params, deadline = pair_request(logits, reference_logits, targets, params)
+        return self._session.rows("divergence", rows, row_params, deadline)
+
+    def _divergence_stream(
+        self,
+        logits: Any,
+        reference_logits: Any,
+        targets: Any,
+        offset: int,
+        totals: Optional[results.DivergenceTotals],
+        progress: Optional[Callable[[results.DivergenceProgress], Any]],
+        params: Mapping[str, Any],
+    ) -> Call[results.DivergenceResult]:
+        rows, row_params, deadline = pair_request(logits, reference_logits, targets, params)
+        return self._session.sequence("divergence", rows, row_params, deadline, offset, totals, progress)
 
     def _softmax(
         self,

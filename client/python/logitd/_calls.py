@@ -20,7 +20,7 @@ from logitd._attention import AttentionMessages
 from logitd._messages import Codec
 from logitd._params import RowParams, lists, words
 from logitd._rows import ANSWERS, REQUESTS, RowInput, joined, result_of
-from logitd._score_messages import ScoreMessages
+from logitd._sequence_messages import TOTALS, SequenceMessages
 from logitd._throttle import Throttle
 from logitd.errors import (
     Cancelled,
@@ -238,7 +238,7 @@ class Session:
         deadline: Optional[float],
         more: Optional[Mapping[str, Any]] = None,
     ) -> Call[Any]:
-        """TopK, Sample, Verify or Score in one message."""
+        """TopK, Sample, Verify, Score or Divergence in one message."""
         method, _ = REQUESTS[kind]
         message = encoded(kind, rows, params, more)
         end = self.end(deadline)
@@ -258,7 +258,7 @@ class Session:
             return error
         if not 0 < most < size:
             return error
-        name, total = "logits" if rows.head is None else "hidden", rows.rows * rows.row_bytes
+        name, total = "logits" if rows.head is None else "hidden", rows.rows * rows.counted_row_bytes
         return _with_attempts(
             error,
             error.attempts,
@@ -266,24 +266,26 @@ class Session:
             "with lists of tokens; send fewer rows a call",
         )
 
-    def score_stream(
+    def sequence(
         self,
+        kind: str,
         rows: RowInput,
         params: RowParams,
         deadline: Optional[float],
         offset: int,
-        totals: Optional[results.ScoreTotals],
-        progress: Optional[Callable[[results.ScoreProgress], Any]],
-    ) -> Call[results.ScoreResult]:
+        totals: Any,
+        progress: Optional[Callable[[Any], Any]],
+    ) -> Call[Any]:
+        """ScoreStream or DivergenceStream of a sequence of any length."""
         start = time.monotonic()
         _arrays.whole("offset", offset, 0)
-        _arrays.instance("totals", totals, (results.ScoreTotals, type(None)), "a ScoreTotals, or None")
+        _arrays.instance("totals", totals, (TOTALS[kind], type(None)), f"a {TOTALS[kind].__name__}, or None")
         if progress is not None and not callable(progress):
             raise InvalidArgument(f"progress: got {progress!r:.80}, allowed a function, or None")
         self.end(deadline)  # checks it
         patience = self.options.deadline if deadline is None else deadline
         limits = yield from self.limits(self.end(deadline))
-        messages = ScoreMessages(rows, params, self.options, offset, totals, progress)
+        messages = SequenceMessages(kind, rows, params, self.options, offset, totals, progress)
         try:
             messages.plan(limits)
         except InvalidArgument as error:
@@ -300,7 +302,7 @@ class Session:
             messages.begin()
             before = messages.taken_rows
             reply = yield Stream(
-                "/logitd.v1.Scorer/ScoreStream", messages.encode, messages.count, messages.take, None, patience
+                f"{REQUESTS[kind][0]}Stream", messages.encode, messages.count, messages.take, None, patience
             )
             error = reply.error
             if isinstance(error, Cancelled) and error.attempts:

@@ -79,7 +79,7 @@ class RowParams:
                 raise TypeError(f"{call}: got an unknown parameter {name!r}, allowed {', '.join(allowed)}")
             if value is not None:
                 self._add(name, value, rows)
-        if "targets" in allowed and "targets" not in self._rows:
+        if "targets" in params and "targets" not in self._rows:
             raise InvalidArgument(f"targets: got none, allowed {rows} (rows)")
         self._check(rows)
 

@@ -1,4 +1,4 @@
-"""Requests of rows (TopK, Sample, Verify, Score): their input, and results from answers."""
+"""Requests of rows (TopK, Sample, Verify, Score, Divergence): their input, and results from answers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ REQUESTS: Dict[str, Tuple[str, Codec]] = {
     "sample": ("/logitd.v1.Sampler/Sample", Codec("SampleRequest")),
     "verify": ("/logitd.v1.Sampler/Verify", Codec("VerifyRequest")),
     "score": ("/logitd.v1.Scorer/Score", Codec("ScoreRequest")),
+    "divergence": ("/logitd.v1.Scorer/Divergence", Codec("DivergenceRequest")),
 }
 ANSWERS: Dict[str, Codec] = {
     "top_k": Codec("TopKResponse"),
     "sample": Codec("SampleResponse"),
     "verify": Codec("VerifyResponse"),
     "score": Codec("ScoreResponse"),
+    "divergence": Codec("DivergenceResponse"),
 }
 _KINDS: Dict[str, Any] = {
     "top_k": results.TopKResult,
     "sample": results.SampleResult,
     "verify": results.VerifyResult,
     "score": results.ScoreResult,
+    "divergence": results.DivergenceResult,
 }
 
 
@@ -73,6 +76,50 @@ class RowInput:
     def sent_row_bytes(self) -> int:
         """Bytes of a row in a message."""
         return 0 if isinstance(self.data, Place) else self.row_bytes
+
+    @property
+    def counted_row_bytes(self) -> int:
+        """Bytes of a row as the server counts them for its limits."""
+        return self.row_bytes
+
+    def of_versions(self, answer: Any) -> "RowInput":
+        """These rows with the demand for the heads that served an answer."""
+        return replace(self, head_version=answer.head_version)
+
+
+@dataclass(frozen=True)
+class PairInput(RowInput):
+    """Two inputs per row: logits or hidden states, and beside them the reference's."""
+
+    reference: Optional[RowInput] = None
+
+    @property
+    def _reference(self) -> RowInput:
+        assert self.reference is not None
+        return self.reference
+
+    def fields(self, rows: Optional[int] = None) -> Dict[str, Any]:
+        other = {name: value for name, value in self._reference.fields().items() if name not in ("rows", "vocab")}
+        return {**super().fields(rows), **_of_reference(other)}
+
+    def payload(self, first: int = 0, rows: Optional[int] = None) -> Dict[str, Any]:
+        return {**super().payload(first, rows), **_of_reference(self._reference.payload(first, rows))}
+
+    @property
+    def sent_row_bytes(self) -> int:
+        return super().sent_row_bytes + self._reference.sent_row_bytes
+
+    @property
+    def counted_row_bytes(self) -> int:
+        return self.row_bytes + -(-self._reference.row_bytes // 16) * 16
+
+    def of_versions(self, answer: Any) -> "RowInput":
+        reference = replace(self._reference, head_version=answer.reference_head_version)
+        return replace(self, head_version=answer.head_version, reference=reference)
+
+
+def _of_reference(fields: Mapping[str, Any]) -> Dict[str, Any]:
+    return {f"reference_{name}": value for name, value in fields.items()}
 
 
 def row_input(
@@ -179,6 +226,13 @@ def result_of(
     }
     if kind == "top_k":
         return results.TopKResult(**found, indices=ragged("indices", "k"), probs=ragged("probs", "k"))
+    if kind == "divergence":
+        found.update({name: values[name] for name in _DIVERGENCES})
+        found.update({name: values[name] if arrays[name].size else None for name in _LOGPROBS})
+        found["reference_head_version"] = message.reference_head_version
+        return results.DivergenceResult(
+            **found, totals=totals_of(results.DivergenceTotals, message.totals), offset=message.offset
+        )
     found["top_ids"], found["top_logprobs"] = ragged("top_ids", "top_count"), ragged("top_logprobs", "top_count")
     found["extra_logprobs"] = ragged("extra_logprobs", "extra_count")
     if kind == "score":
@@ -186,7 +240,7 @@ def result_of(
             found[name] = values[name]
         for name in ("ranks", "entropies"):
             found[name] = values[name] if arrays[name].size else None
-        found["totals"] = totals_of(message.totals)
+        found["totals"] = totals_of(results.ScoreTotals, message.totals)
         found["offset"] = message.offset
     else:
         for name in ("tokens", "logprobs", "ranks") + (("accepted",) if kind == "verify" else ()):
@@ -200,6 +254,10 @@ def result_of(
     return _KINDS[kind](**found)
 
 
+_DIVERGENCES = ("forward_kl", "reverse_kl", "entropies", "reference_entropies", "reference_logsumexp")
+_LOGPROBS = ("target_logprobs", "reference_target_logprobs")
+
+
 def _wanted_lists(kind: str) -> Dict[str, str]:
     """Lists of Sample and Verify that an answer has only where a row wants them, and the names of their counts."""
     support = {"support_ids": "support_count", "support_logprobs": "support_count"}
@@ -211,6 +269,9 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
     if kind == "top_k":
         sizes.update(k=rows)
         lists = {"indices": "k", "probs": "k"}
+    elif kind == "divergence":
+        lists = {}
+        sizes.update({name: rows for name in _DIVERGENCES})
     else:
         lists = {"top_ids": "top_count", "top_logprobs": "top_count", "extra_logprobs": "extra_count"}
         names = ("losses", "target_logprobs") if kind == "score" else ("tokens", "logprobs", "ranks")
@@ -219,6 +280,8 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
     if kind in ("sample", "verify"):
         wanted = ("support_size", "entropies", "raw_entropies", *set(_wanted_lists(kind).values()))
         lists.update(_wanted_lists(kind))
+    elif kind == "divergence":
+        wanted = _LOGPROBS
     if kind != "top_k":
         sizes.update({name: rows for name in wanted if arrays[name].size})
     sizes.update({name: int(arrays[counts].sum()) for name, counts in lists.items()})
@@ -235,8 +298,8 @@ def timings_of(message: Any) -> results.Timings:
     return results.Timings(**{f.name: getattr(message, f.name) for f in fields(results.Timings)})
 
 
-def totals_of(message: Any) -> results.ScoreTotals:
-    return results.ScoreTotals(**{f.name: getattr(message, f.name) for f in fields(results.ScoreTotals)})
+def totals_of(kind: Any, message: Any) -> Any:
+    return kind(**{f.name: getattr(message, f.name) for f in fields(kind)})
 
 
 def add_timings(parts: List[results.Timings]) -> results.Timings:
@@ -245,8 +308,11 @@ def add_timings(parts: List[results.Timings]) -> results.Timings:
     return results.Timings(**{**added, "batch_rows": max((part.batch_rows for part in parts), default=0)})
 
 
-def joined(parts: List[results.ScoreResult]) -> results.ScoreResult:
-    """The rows of several answers as one; the totals of the last."""
+_OF_THE_CALL = {"timings", "round_trip", "attempts", "head_version", "reference_head_version", "offset", "totals"}
+
+
+def joined(parts: List[Any]) -> Any:
+    """The rows of several answers of a sequence as one; the totals of the last."""
     if len(parts) == 1:
         return parts[0]
 
@@ -261,18 +327,7 @@ def joined(parts: List[results.ScoreResult]) -> results.ScoreResult:
             return torch.cat(arrays)
         return np.concatenate(arrays)
 
-    rows = (
-        "status",
-        "status_position",
-        "logsumexp",
-        "losses",
-        "target_logprobs",
-        "ranks",
-        "entropies",
-        "top_ids",
-        "top_logprobs",
-        "extra_logprobs",
-    )
+    rows = {f.name for f in fields(parts[0])} - _OF_THE_CALL
     return replace(
         parts[0],
         **{name: join([getattr(part, name) for part in parts]) for name in rows},

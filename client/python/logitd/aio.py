@@ -36,6 +36,9 @@ from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabil
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
+    DivergenceProgress,
+    DivergenceResult,
+    DivergenceTotals,
     Head,
     SampleResult,
     ScoreProgress,
@@ -49,7 +52,7 @@ from logitd.results import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from logitd.params import SampleParams, ScoreParams, TopKParams, VerifyParams
+    from logitd.params import DivergenceParams, SampleParams, ScoreParams, TopKParams, VerifyParams
 
 T = TypeVar("T")
 Window = Tuple[Optional[int], Optional[int]]
@@ -141,6 +144,33 @@ class AsyncClient(Base):
     ) -> ScoreResult:
         """As Client.score_stream; `progress` is an ordinary function."""
         return await self._run(self._score_stream(logits, targets, offset, totals, progress, params))
+
+    async def divergence(
+        self,
+        logits: Optional[Array] = None,
+        reference_logits: Optional[Array] = None,
+        *,
+        targets: Optional[Ints] = None,
+        **params: Unpack[DivergenceParams],
+    ) -> DivergenceResult:
+        """As Client.divergence."""
+        return await self._run(self._divergence(logits, reference_logits, targets, params))
+
+    async def divergence_stream(
+        self,
+        logits: Optional[Array] = None,
+        reference_logits: Optional[Array] = None,
+        *,
+        targets: Optional[Ints] = None,
+        offset: int = 0,
+        totals: Optional[DivergenceTotals] = None,
+        progress: Optional[Callable[[DivergenceProgress], Any]] = None,
+        **params: Unpack[DivergenceParams],
+    ) -> DivergenceResult:
+        """As Client.divergence_stream; `progress` is an ordinary function."""
+        return await self._run(
+            self._divergence_stream(logits, reference_logits, targets, offset, totals, progress, params)
+        )
 
     async def attention_softmax(
         self,

@@ -24,6 +24,9 @@ from logitd.params import Array, DraftKind, DType, Float, Floats, Ints, Probabil
 from logitd.results import (
     AttentionBackwardResult,
     AttentionResult,
+    DivergenceProgress,
+    DivergenceResult,
+    DivergenceTotals,
     Head,
     SampleResult,
     ScoreProgress,
@@ -37,7 +40,7 @@ from logitd.results import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from logitd.params import SampleParams, ScoreParams, TopKParams, VerifyParams
+    from logitd.params import DivergenceParams, SampleParams, ScoreParams, TopKParams, VerifyParams
 
 T = TypeVar("T")
 Window = Tuple[Optional[int], Optional[int]]
@@ -186,6 +189,43 @@ class Client(Base):
         A new stream looks its head up again: until the call ends, the name must mean the same weights.
         """
         return self._run(self._score_stream(logits, targets, offset, totals, progress, params))
+
+    def divergence(
+        self,
+        logits: Optional[Array] = None,
+        reference_logits: Optional[Array] = None,
+        *,
+        targets: Optional[Ints] = None,
+        **params: Unpack[DivergenceParams],
+    ) -> DivergenceResult:
+        """How far two distributions are from each other, row by row: p = softmax(logits / temperature), and q of the
+        reference. KL(p || q), KL(q || p), both entropies, and totals over the rows.
+
+        logits: [N, V] or [V]; or `hidden` [N, D] with `head`.
+        reference_logits: as many rows of the same vocabulary and type; or `reference_hidden` with `reference_head`,
+            whose size and type may be others. Logits beside hidden states are f32.
+        targets: [N], token ids whose log-probabilities to report, or ignore_index for rows that are not counted.
+        Parameters: params.DivergenceParams.
+        """
+        return self._run(self._divergence(logits, reference_logits, targets, params))
+
+    def divergence_stream(
+        self,
+        logits: Optional[Array] = None,
+        reference_logits: Optional[Array] = None,
+        *,
+        targets: Optional[Ints] = None,
+        offset: int = 0,
+        totals: Optional[DivergenceTotals] = None,
+        progress: Optional[Callable[[DivergenceProgress], Any]] = None,
+        **params: Unpack[DivergenceParams],
+    ) -> DivergenceResult:
+        """divergence() of a sequence of any length, as score_stream() is score(): the same parts, totals, progress and
+        continuation. A new stream demands the versions of the heads that the answers so far are of.
+        """
+        return self._run(
+            self._divergence_stream(logits, reference_logits, targets, offset, totals, progress, params)
+        )
 
     # Attention.
 

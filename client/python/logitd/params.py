@@ -173,6 +173,27 @@ class ScoreParams(InputParams, total=False):
     """Leave ignored rows out: not computed, and their numbers are 0."""
 
 
+class DivergenceParams(InputParams, total=False):
+    """Parameters of divergence and divergence_stream."""
+
+    reference_hidden: Optional[Array]
+    """[N, D] or [D], hidden states for `reference_head`, in the type of its weight; in place of reference_logits."""
+    reference_head: Optional[str]
+    """Name of a loaded head of the same vocabulary; may be `head` itself."""
+    reference_head_version: Optional[int]
+    """As head_version, of reference_head."""
+    reference_dtype: Optional[DType]
+    """As dtype, of the reference."""
+    reference_arena: Union[Arena, CudaArena, None]
+    """As arena, of the reference."""
+    ignore_index: int
+    """Target of rows that are not counted; default -100."""
+    temperature: Floats
+    """Per row. Divides the logits; above 0; default 1."""
+    reference_temperature: Floats
+    """Per row. Divides the reference's logits; above 0; default 1."""
+
+
 def split(params: Mapping[str, Any], *names: str) -> "tuple[list[Any], dict[str, Any]]":
     """The values of `names`, None where absent, and the other parameters."""
     rest = dict(params)

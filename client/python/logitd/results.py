@@ -108,9 +108,9 @@ class Timings:
 class _Call:
     timings: Timings
     round_trip: float
-    """Seconds on this machine's clock, of the last attempt; of score_stream, of the whole call."""
+    """Seconds on this machine's clock, of the last attempt; of a stream, of the whole call."""
     attempts: int
-    """How often the call was tried; of score_stream, how many streams it took."""
+    """How often the call was tried; of a stream, how many it took."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +184,26 @@ class VerifyResult(SampleResult):
 
 
 @dataclass(frozen=True)
-class ScoreTotals:
-    """Totals over the rows of a sequence so far."""
-
+class _Totals:
     rows: int = 0
     counted: int = 0
-    """Rows with a target that is not ignored, and with status OK."""
+    """Rows whose target is not ignored, and with status OK."""
     ignored: int = 0
     faulty: int = 0
     """Rows with another status; the sums leave them out."""
+
+
+@dataclass(frozen=True)
+class _Progress:
+    rows: int
+    """Rows with an answer so far."""
+    total_rows: int
+
+
+@dataclass(frozen=True)
+class ScoreTotals(_Totals):
+    """Totals over the rows of a sequence so far."""
+
     loss_sum: float = 0.0
     """Nats, over counted rows."""
     target_logprob_sum: float = 0.0
@@ -228,13 +239,56 @@ class ScoreResult(_Rows):
 
 
 @dataclass(frozen=True)
-class ScoreProgress:
+class ScoreProgress(_Progress):
     """How far a score_stream is."""
 
-    rows: int
-    """Rows scored so far."""
-    total_rows: int
     totals: ScoreTotals
+
+
+@dataclass(frozen=True)
+class DivergenceTotals(_Totals):
+    """Totals over the rows of a sequence so far; without targets none is ignored."""
+
+    forward_kl_sum: float = 0.0
+    """Nats, over counted rows."""
+    reverse_kl_sum: float = 0.0
+    forward_kl_mean: float = float("nan")
+    """NaN where no row is counted; so is reverse_kl_mean."""
+    reverse_kl_mean: float = float("nan")
+
+
+@dataclass(frozen=True)
+class DivergenceResult(_Rows):
+    """What divergence and divergence_stream return: of p = softmax(logits / temperature), and q of the reference."""
+
+    forward_kl: Float32s
+    """[N] float32, KL(p || q), nats; NaN where the status is not OK."""
+    reverse_kl: Float32s
+    """[N] float32, KL(q || p), nats; NaN where the status is not OK."""
+    entropies: Float32s
+    """[N] float32, of p, nats."""
+    reference_entropies: Float32s
+    """[N] float32, of q, nats."""
+    logsumexp: Float32s
+    """[N] float32, natural log, of logits / temperature."""
+    reference_logsumexp: Float32s
+    """[N] float32, natural log, of the reference's logits / reference_temperature."""
+    target_logprobs: Optional[Float32s]
+    """[N] float32, natural log, of p; 0 where ignored; None without targets."""
+    reference_target_logprobs: Optional[Float32s]
+    """[N] float32, natural log, of q; 0 where ignored; None without targets."""
+    reference_head_version: int
+    """Of the reference's head that served; 0 with logits."""
+    totals: DivergenceTotals
+    offset: int
+    """The row of the sequence that the request began with."""
+
+
+@dataclass(frozen=True)
+class DivergenceProgress(_Progress):
+    """How far a divergence_stream is."""
+
+    totals: DivergenceTotals
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ with logitd.Client("127.0.0.1:7450", deadline=5.0) as client:
     client.sample(logits, seed=np.arange(2), temperature=np.float32(0.5), history=[[1, 2], [3]])
     client.verify(logits, sequence_rows=[2], drafts=[1], draft_probs=[np.ones(1)], draft_ids=[[1]], draft_kind="list")
     totals: logitd.ScoreTotals = client.score(logits, targets=[1, 2], want_rank=True).totals
+    apart: logitd.DivergenceResult = client.divergence(logits, logits, temperature=[1, 2], targets=[1, 2])
     with logitd.Arena.lease("unix:/run/logitd/arena.sock", 1 << 20) as arena:
         client.top_k(arena.empty((2, 10), "f16"), k=3, arena=arena)
         with arena.ring(slots=4) as ring:
@@ -48,6 +49,7 @@ WRONG = (
     'client.sample(logits, seed=1, temperature="x")',
     'client.sample("x", seed=1)',
     'client.top_k(logits)',
+    'client.divergence(logits, logits, softcap=1.0)',
     'client.attention_softmax(logits, window=3)',
     'client.verify(logits, sequence_rows=[2], drafts=[1], draft_probs="x")',
     'client.sample(logits, seed=1).tokens.no_such_method()',

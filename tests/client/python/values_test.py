@@ -79,7 +79,7 @@ class ValuesTest(TestCase):
             self.messages.append(message)
             context.abort(grpc.StatusCode.DATA_LOSS, "seen")
 
-        methods = ("TopK", "Sample", "Verify", "Score", "Softmax", "SoftmaxBackward")
+        methods = ("TopK", "Sample", "Verify", "Score", "Divergence", "Softmax", "SoftmaxBackward")
         server = FakeServer({method: seen for method in methods})
         self.addCleanup(server.__exit__)
         self.clients = [kind(server.address) for kind in CLIENTS]
@@ -112,6 +112,7 @@ class ValuesTest(TestCase):
         "top_k": (dict(k=1), floats_of(params.TopKParams)),
         "sample": (dict(seed=1), floats_of(params.SampleParams)),
         "score": (dict(targets=TOKENS), floats_of(params.ScoreParams)),
+        "divergence": (dict(reference_logits=ROWS), floats_of(params.DivergenceParams)),
     }
 
     def test_every_parameter_of_fractions_is_sent_as_it_is(self):
@@ -171,6 +172,8 @@ class ValuesTest(TestCase):
             ("sample", dict(seed=1, allowed_tokens=np.ones((4, 4), bool)), "allowed_tokens_mask", TOKENS),
             *(("score", dict(targets=TOKENS), name, TOKENS) for name in ("targets", "top_logprobs", "extra_ids")),
             ("score", dict(targets=TOKENS), "ignore_index", [3]),
+            ("divergence", dict(reference_logits=ROWS), "targets", TOKENS),
+            ("divergence", dict(reference_logits=ROWS), "ignore_index", [3]),
             ("verify", verify, "sequence_rows", [3]),
             ("verify", verify, "drafts", [1, 2]),
             ("verify", dict(verify, draft_kind=["list", "greedy"], draft_probs=EXACT), "draft_ids", TOKENS),

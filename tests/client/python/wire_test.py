@@ -123,11 +123,13 @@ class WireTest(unittest.TestCase):
 
 class ParamsTest(unittest.TestCase):
     def test_the_typed_parameters_are_those_of_the_protos(self):
-        given = {"hidden", "head", "head_version", "dtype", "arena", "deadline"}
+        inputs = {"hidden", "head", "head_version", "dtype", "arena"}
+        given = {"deadline", *inputs, *(f"reference_{name}" for name in inputs)}
         for kind, message, arguments in (
             (params.TopKParams, "TopKRequest", {"k"}),
             (params.SampleParams, "SampleRequest", set()),
             (params.ScoreParams, "ScoreRequest", {"targets"}),
+            (params.DivergenceParams, "DivergenceRequest", {"targets"}),
             (params.VerifyParams, "VerifyRequest", set()),
         ):
             names = set(_params.names(_messages.Codec(message)))

@@ -1,9 +1,9 @@
-"""A sequence to score as the messages of a stream, and its answers."""
+"""A sequence to score, or to compare, as the messages of a stream, and its answers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from logitd import _wire, results
 from logitd._params import RowParams
@@ -17,7 +17,11 @@ _MAX_MESSAGE_ROWS = 4096
 _MAX_PAYLOAD = 2**31 - 1 - (64 << 20)  # protobuf carries 2 GiB; the small fields fit next to this
 
 
-class ScoreMessages:
+PROGRESS: Dict[str, Any] = {"score": results.ScoreProgress, "divergence": results.DivergenceProgress}
+TOTALS: Dict[str, Any] = {"score": results.ScoreTotals, "divergence": results.DivergenceTotals}
+
+
+class SequenceMessages:
     """Cuts a sequence into messages of whole rows and collects the answers.
 
     Each stream begins after the last answer so far. The sizes that are cut are checked here; the server checks the
@@ -26,13 +30,15 @@ class ScoreMessages:
 
     def __init__(
         self,
+        kind: str,
         rows: RowInput,
         params: RowParams,
         options: Options,
         offset: int,
-        totals: Optional[results.ScoreTotals],
-        progress: Optional[Callable[[results.ScoreProgress], Any]],
+        totals: Any,
+        progress: Optional[Callable[[Any], Any]],
     ) -> None:
+        self._kind = kind
         self._rows = rows
         self._params = params
         self._options = options
@@ -42,13 +48,13 @@ class ScoreMessages:
         self._message_rows = 0
         self._first_row = 0  # of the stream
         self.taken_rows = 0  # with an answer
-        self.parts: List[results.ScoreResult] = []
+        self.parts: List[Any] = []
 
     def plan(self, limits: results.Limits) -> None:
         """Cuts the rows without an answer by these limits. InvalidArgument: not even one row fits."""
         extra = self._params.longest("extra_count")[0]
         lists = [self._params.longest(count) for count in ("extra_count", "support_count")]
-        row_bytes = self._rows.row_bytes + 4 * sum(size for size, per_row in lists if per_row)
+        row_bytes = self._rows.counted_row_bytes + 4 * sum(size for size, per_row in lists if per_row)
         answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra
         room = min(_MAX_PAYLOAD, limits.max_request_bytes or _MAX_PAYLOAD) - 4 * sum(
             size for size, per_row in lists if not per_row
@@ -58,7 +64,7 @@ class ScoreMessages:
             rows = min(rows, limits.max_answer_bytes // answer_row)
         if self._options.max_message_bytes > 0:
             left = self._options.max_message_bytes - self._field_bytes()
-            sent = row_bytes - self._rows.row_bytes + self._rows.sent_row_bytes + self._params.row_bytes()
+            sent = row_bytes - self._rows.counted_row_bytes + self._rows.sent_row_bytes + self._params.row_bytes()
             rows = min(rows, left // max(1, sent))
         if rows < 1:
             raise InvalidArgument(
@@ -69,13 +75,13 @@ class ScoreMessages:
         if limits.max_batch_rows > 0:
             rows = min(rows, limits.max_batch_rows)
         self._message_rows = min(
-            rows, _MAX_MESSAGE_ROWS, max(1, self._options.score_message_bytes // self._rows.row_bytes)
+            rows, _MAX_MESSAGE_ROWS, max(1, self._options.score_message_bytes // self._rows.counted_row_bytes)
         )
 
     def _field_bytes(self) -> int:
         """Encoded size of a message, at most, without its payload and the parameters of its rows."""
         shared = self._params.cut(0, 1)
-        message = REQUESTS["score"][1].encode({**self._rows.fields(), **shared, "offset": -1})
+        message = REQUESTS[self._kind][1].encode({**self._rows.fields(), **shared, "offset": -1})
         return len(message) + 128  # the totals, and the longer lengths of lists
 
     def begin(self) -> None:
@@ -98,15 +104,15 @@ class ScoreMessages:
             [self._cut(i) for i in range(self.count)],
             self.parts[-1].totals if self.parts else self._totals,
             # The weights that the answers so far are of.
-            dataclasses.replace(self._rows, head_version=self.parts[-1].head_version) if self.parts else self._rows,
+            self._rows.of_versions(self.parts[-1]) if self.parts else self._rows,
         )
 
     def _encode(
-        self, cuts: "list[tuple[int, int]]", before: Optional[results.ScoreTotals], source: RowInput
+        self, cuts: "list[tuple[int, int]]", before: Any, source: RowInput
     ) -> Iterator[bytes]:
         for i, (first, rows) in enumerate(cuts):
             totals = before if i == 0 else None
-            yield REQUESTS["score"][1].encode(
+            yield REQUESTS[self._kind][1].encode(
                 {
                     **source.fields(rows),
                     **self._params.cut(first, rows),
@@ -120,25 +126,24 @@ class ScoreMessages:
         """Internal: the answer does not fit the message. Cancelled: `progress` returned False."""
         first, rows = self._cut(i)
         try:
-            arrays, message = ANSWERS["score"].decode(data)
+            arrays, message = ANSWERS[self._kind].decode(data)
         except _wire.WireError as error:
-            raise Internal(f"the server's answer is not a ScoreResponse: {error}", attempts=1) from error
+            raise Internal(f"the server's answer is not a {ANSWERS[self._kind].name}: {error}", attempts=1) from error
         if message.offset != self._offset + first:
             raise Internal(
                 f"the server's answer does not fit the message: got rows at {message.offset}, asked for "
                 f"{rows} at {self._offset + first}",
                 attempts=1,
             )
-        part = result_of("score", arrays, message, 0.0, 1, dataclasses.replace(self._rows, rows=rows))
+        part = result_of(self._kind, arrays, message, 0.0, 1, dataclasses.replace(self._rows, rows=rows))
         self.parts.append(part)
         self.taken_rows = first + rows
-        now = results.ScoreProgress(self.taken_rows, self._rows.rows, part.totals)
+        now = PROGRESS[self._kind](self.taken_rows, self._rows.rows, part.totals)
         if self._progress is not None and self._progress(now) is False:
             raise Cancelled(f"stopped after {self.taken_rows} of {self._rows.rows} rows")
 
 
-def totals_fields(totals: results.ScoreTotals) -> "dict[str, Any]":
-    """What a request has of totals; the server derives the mean and the perplexity."""
-    fields = dataclasses.asdict(totals)
-    del fields["loss_mean"], fields["perplexity"]
-    return fields
+def totals_fields(totals: Any) -> "dict[str, Any]":
+    """What a request has of totals; the server derives means and the perplexity."""
+    derived = ("loss_mean", "perplexity", "forward_kl_mean", "reverse_kl_mean")
+    return {name: value for name, value in dataclasses.asdict(totals).items() if name not in derived}

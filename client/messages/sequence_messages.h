@@ -1,6 +1,6 @@
-// A sequence to score as the messages of a stream, and its answers.
-#ifndef LOGITD_CLIENT_MESSAGES_SCORE_MESSAGES_H_
-#define LOGITD_CLIENT_MESSAGES_SCORE_MESSAGES_H_
+// A sequence to score, or to compare with another, as the messages of a stream, and its answers.
+#ifndef LOGITD_CLIENT_MESSAGES_SEQUENCE_MESSAGES_H_
+#define LOGITD_CLIENT_MESSAGES_SEQUENCE_MESSAGES_H_
 
 #include <cstdint>
 #include <functional>
@@ -15,18 +15,35 @@
 
 namespace logitd::client {
 
+// The methods whose messages are a sequence.
+struct ScoreMethod {
+  using Request = ScoreRequest;
+  using Result = ScoreResult;
+  using Progress = ScoreProgress;
+  static constexpr char kPath[] = "/logitd.v1.Scorer/ScoreStream";
+};
+struct DivergenceMethod {
+  using Request = DivergenceRequest;
+  using Result = DivergenceResult;
+  using Progress = DivergenceProgress;
+  static constexpr char kPath[] = "/logitd.v1.Scorer/DivergenceStream";
+};
+
 // Cuts a sequence into messages of whole rows, encodes them over the caller's memory, and joins the
 // answers. Each stream begins after the last answer so far. `request` and `options` outlive it. Not
 // thread-safe.
-class ScoreMessages final : public MessageStream {
+template <typename Method>
+class SequenceMessages final : public MessageStream {
  public:
-  using Progress = std::function<bool(const ScoreProgress&)>;
+  using Request = typename Method::Request;
+  using Result = typename Method::Result;
+  using Progress = std::function<bool(const typename Method::Progress&)>;
 
   // INVALID_ARGUMENT: sizes that disagree, or not even one row fits into a message.
-  static absl::StatusOr<std::unique_ptr<ScoreMessages>> Plan(const ScoreRequest& request,
-                                                             const v1::Limits& limits,
-                                                             const ClientOptions& options,
-                                                             Progress progress);
+  static absl::StatusOr<std::unique_ptr<SequenceMessages>> Plan(const Request& request,
+                                                                const v1::Limits& limits,
+                                                                const ClientOptions& options,
+                                                                Progress progress);
 
   // Cuts the rows without an answer again, by other limits. Errors as Plan. Between streams.
   absl::Status Replan(const v1::Limits& limits);
@@ -46,29 +63,29 @@ class ScoreMessages final : public MessageStream {
   int64_t taken_rows() const { return taken_rows_; }
 
   // After the last answer. Once.
-  ScoreResult Finish() { return std::move(result_); }
+  Result Finish() { return std::move(result_); }
 
  private:
   struct Rows {
     int64_t first;
     int64_t count;
   };
-  ScoreMessages(const ScoreRequest& request, const ClientOptions& options, Progress progress);
+  SequenceMessages(const Request& request, const ClientOptions& options, Progress progress);
   absl::Status Check() const;
   int64_t FieldBytes() const;
   Rows RowsOf(int i) const;
 
-  const ScoreRequest& request_;
+  const Request& request_;
   const ClientOptions& options_;
   const Progress progress_;
   const ParamCutter params_;
-  const int64_t row_bytes_;   // of the payload
+  const int64_t row_bytes_;   // of all inputs, as the server counts them
   int64_t message_rows_ = 0;  // of every message except the last
   int64_t first_row_ = 0;     // of the stream
   int64_t taken_rows_ = 0;    // with an answer
-  ScoreResult result_;
+  Result result_;
 };
 
 }  // namespace logitd::client
 
-#endif  // LOGITD_CLIENT_MESSAGES_SCORE_MESSAGES_H_
+#endif  // LOGITD_CLIENT_MESSAGES_SEQUENCE_MESSAGES_H_
