@@ -107,7 +107,7 @@ struct VerifyArgs {
   const float* draft_probs = nullptr;         // of all drafts
   const VerifySequence* sequences = nullptr;  // [sequence_count]; every active row is in one
   int64_t sequence_count = 0;
-  bool blocks = false;          // false: no sequence has block verification
+  bool blocks = false;          // a sequence has block verification; then sample.edited is true
   int32_t* accepted = nullptr;  // [sequence_count], drafts accepted; the bonus token's row
 };
 

@@ -37,13 +37,16 @@ inline constexpr auto kVerifyOutputs =
 inline constexpr uint32_t kBlockVerification = 1u << 8;
 
 inline VerifyArgs VerifyArgsOf(const engine::BatchView& batch) {
-  return {.sample = SampleArgsOf(batch),
+  const bool blocks = (batch.wanted & kBlockVerification) != 0;
+  SampleArgs sample = SampleArgsOf(batch);
+  sample.edited |= blocks;
+  return {.sample = sample,
           .drafts = batch.In(kVerifyInDrafts),
           .draft_ids = batch.In(kVerifyInDraftIds),
           .draft_probs = batch.In(kVerifyInDraftProbs),
           .sequences = batch.In(kVerifyInSequences),
           .sequence_count = batch.counts[kVerifySequences],
-          .blocks = (batch.wanted & kBlockVerification) != 0,
+          .blocks = blocks,
           .accepted = batch.Out(kVerifyAccepted)};
 }
 

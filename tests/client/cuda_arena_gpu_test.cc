@@ -1,5 +1,5 @@
 // Rows in memory of a GPU, and in host memory that the GPU copies from: this process is the client
-// of a real logitd on CUDA. Skipped where there is no CUDA device. LOGITD_TEST_DEVICES=0,1 has the
+// of a real logitd on CUDA. Skipped where there is no CUDA device. TEST_DEVICES=0,1 has the
 // server use two devices, so that leases are on both.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
@@ -93,7 +93,7 @@ class CudaArenaTest : public ::testing::Test {
                                       "16",
                                       "--slab-bytes",
                                       "64MiB"};
-    if (const char* devices = std::getenv("LOGITD_TEST_DEVICES"); devices != nullptr) {
+    if (const char* devices = std::getenv("TEST_DEVICES"); devices != nullptr) {
       flags.insert(flags.end(), {"--device", devices});
     }
     daemon_ = std::make_unique<Daemon>("logitd", flags);
@@ -376,12 +376,12 @@ size_t FreeDeviceMemory() {
   return free;
 }
 
-// LOGITD_TEST_LARGE_HEAD=1: a head of 128256 x 4096, whose figures are printed.
+// TEST_LARGE_HEAD=1: a head of 128256 x 4096, whose figures are printed.
 class HeadUpdateTest : public CudaArenaTest {
  protected:
   HeadUpdateTest() { device_arena_mib_ = 1200; }
 
-  const bool large_ = std::getenv("LOGITD_TEST_LARGE_HEAD") != nullptr;
+  const bool large_ = std::getenv("TEST_LARGE_HEAD") != nullptr;
   const int64_t vocab_ = large_ ? 128256 : 3000;
   const int64_t hidden_ = large_ ? 4096 : 64;
   const int64_t bytes_ = vocab_ * hidden_ * 2;

@@ -262,9 +262,10 @@ inline void Add(Arena& arena, absl::Span<const SoftmaxTopKRow> rows, int64_t ent
   AddOutput(arena, count, kUnwrittenStatus, &to->status, &args->status);
 }
 
-inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, SampleAnswer* to) {
-  args->edited = batch.says_edited || !batch.history.empty() || !batch.bias.empty() ||
-                 !batch.mask_words.empty() ||
+inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, SampleAnswer* to,
+                bool says_edited = false) {
+  args->edited = says_edited || batch.says_edited || !batch.history.empty() ||
+                 !batch.bias.empty() || !batch.mask_words.empty() ||
                  std::any_of(batch.rows.begin(), batch.rows.end(), AsksMore);
   arena.In(batch.rows, &args->rows);
   arena.In(batch.history, &args->history);
@@ -299,14 +300,14 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
 
 inline void Add(Arena& arena, const SampleBatch& batch, const VerifyBatch& verify, VerifyArgs* args,
                 VerifyAnswer* to) {
-  Add(arena, batch, &args->sample, &to->rows);
+  args->blocks = std::any_of(verify.sequences.begin(), verify.sequences.end(),
+                             [](const VerifySequence& sequence) { return sequence.block != 0; });
+  Add(arena, batch, &args->sample, &to->rows, args->blocks);
   arena.In(verify.drafts, &args->drafts);
   arena.In(verify.draft_ids, &args->draft_ids);
   arena.In(verify.draft_probs, &args->draft_probs);
   arena.In(verify.sequences, &args->sequences);
   args->sequence_count = static_cast<int64_t>(verify.sequences.size());
-  args->blocks = std::any_of(verify.sequences.begin(), verify.sequences.end(),
-                             [](const VerifySequence& sequence) { return sequence.block != 0; });
   AddOutput(arena, args->sequence_count, kUnwrittenIndex, &to->accepted, &args->accepted);
 }
 

@@ -93,6 +93,7 @@ inline SampleBatch VerifyRowsOf(const LinearCase& c) {
   SampleBatch batch = SampleBatchOf(c);
   for (SampleRow& row : batch.rows) {
     row.active = 1;
+    row.draws = 0;
     row.temperature = std::max(row.temperature, 0.0f);
   }
   return batch;

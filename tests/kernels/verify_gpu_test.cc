@@ -34,6 +34,7 @@ TEST_F(VerifyGpuTest, AgreesWithTheCpuBackend) {
       FillRow(tensor, r, Fill::kNormal, 11);
       AddRandomRow(batch, vocab, random);
       batch.rows.back().active = 1;
+      batch.rows.back().draws = 0;
       batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
     }
     const SampleAnswer sampled = cpu_->Sample(tensor, batch).value();

@@ -14,11 +14,10 @@
 // Measured: bench/results/h200/divergence_training.json.
 #include <algorithm>
 
-#include "kernels/cuda/linear/block_logits.h"
 #include "kernels/cuda/linear/gradient_chunks.cuh"
-#include "kernels/cuda/linear/hopper/middle_plan.h"
 #include "kernels/cuda/linear/kept_chunks.h"
 #include "kernels/cuda/linear/logit.cuh"
+#include "kernels/cuda/linear/pair_logits.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/loss/divergence_token.cuh"
 #include "kernels/cuda/ops.h"
@@ -124,14 +123,12 @@ class LossBlocks {
              cudaStream_t stream)
       : args_(args),
         stream_(stream),
-        hopper_rows_(HopperRows(args, scratch)),
-        block_(LogitsOf(args.head, hopper_rows_, products, scratch, stream)),
-        reference_(LogitsOf(args.reference_head, hopper_rows_, products, scratch, stream)),
+        logits_(args.head, args.reference_head, products, scratch, stream),
         norms_(scratch.Take<DivergenceNorms>(static_cast<size_t>(rows()))),
         values_(scratch.Take<float>(static_cast<size_t>(8 * rows()))) {}
 
   // Rows of a block. They do not depend on the call.
-  int64_t rows() const { return std::min(block_.rows(), reference_.rows()); }
+  int64_t rows() const { return logits_.rows(); }
 
   // Writes losses, statuses and memory of all rows, and calls then(first row, logits, reference
   // logits), which returns a cudaError_t, after each block. `scratch` is what the constructor left.
@@ -139,10 +136,9 @@ class LossBlocks {
   cudaError_t Run(const Scratch& scratch, const Then& then) const {
     for (int64_t first = 0; first < args_.hidden.rows; first += rows()) {
       const int64_t count = std::min(rows(), args_.hidden.rows - first);
-      cudaError_t error = block_.Make(RowsOf(args_.hidden, first, count), scratch);
-      if (error == cudaSuccess)
-        error = reference_.Make(RowsOf(args_.reference_hidden, first, count), scratch);
-      const TensorView x = block_.View(count), y = reference_.View(count);
+      TensorView x, y;
+      cudaError_t error =
+          logits_.Make(args_.hidden, args_.reference_hidden, first, count, scratch, &x, &y);
       if (error == cudaSuccess) error = Measure(first, x, y, scratch);
       if (error == cudaSuccess) error = then(first, x, y);
       if (error != cudaSuccess) return error;
@@ -151,31 +147,6 @@ class LossBlocks {
   }
 
  private:
-  static LinearRoute RouteOfLogits(const HeadView& head, const Scratch& scratch) {
-    return RouteOf(LinearOp::kTokens, head, scratch, /*logits=*/true);
-  }
-
-  // Rows of a block where Hopper's kernel makes the logits of both heads: whole groups of its rows,
-  // as many as leave 3/8 of scratch to G. 0: those of the routes.
-  static int64_t HopperRows(const LinearDivergenceTrainingArgs& args, const Scratch& scratch) {
-    constexpr int64_t kGroup = hopper::kMiddleBlocks * hopper::kMostMiddleBlockRows;
-    constexpr int64_t kMostGroups = 4;
-    for (const HeadView* head : {&args.head, &args.reference_head}) {
-      if (RouteOfLogits(*head, scratch).kernel != LinearKernel::kHopperLogits) return 0;
-    }
-    const int64_t group_bytes = 2 * 4 * RoundUp(args.head.vocab(), 32) * kGroup;
-    return kGroup *
-           std::min(kMostGroups, static_cast<int64_t>(scratch.bytes) / 8 * 5 / group_bytes);
-  }
-
-  static BlockLogits LogitsOf(const HeadView& head, int64_t hopper_rows, Products& products,
-                              Scratch& scratch, cudaStream_t stream) {
-    LinearRoute route = RouteOfLogits(head, scratch);
-    if (hopper_rows > 0) route.block_rows = static_cast<int>(hopper_rows);
-    const int scratch_share = hopper_rows > 0 ? 2 : 4;  // so many rows of both heads fit
-    return BlockLogits(head, head.vocab(), route, scratch_share, products, scratch, stream);
-  }
-
   cudaError_t Measure(int64_t first, const TensorView& x, const TensorView& y,
                       const Scratch& scratch) const {
     DivergenceAnswers measured = {.status = args_.status + first, .norms = norms_};
@@ -207,8 +178,7 @@ class LossBlocks {
 
   const LinearDivergenceTrainingArgs& args_;
   const cudaStream_t stream_;
-  const int64_t hopper_rows_;
-  const BlockLogits block_, reference_;
+  const PairLogits logits_;
   DivergenceNorms* const norms_;
   float* const values_;  // answers of divergence that are not asked for
 };
@@ -233,7 +203,7 @@ struct alignas(16) DivergencePlan {
     const float of_p = ln_p.P();
     float g = 0.0f;
     if constexpr (kKind == DivergenceLoss::kReverseKl) {
-      g = of_p - ln_q.P();
+      g = __fsub_rn(of_p, ln_q.P());  // not of a product that is not rounded: 0 where p is q
     } else if (of_p > 0.0f) {
       g = kKind == DivergenceLoss::kForwardKl
               ? of_p * (ln_p.Above(ln_q) - divergence)

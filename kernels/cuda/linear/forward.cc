@@ -16,12 +16,12 @@
 // with sample after it, 64 rows of 4096 x 128256, 92% of the product
 // (bench/results/h200/kernels.json).
 #include <algorithm>
-#include <optional>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
 #include "kernels/cuda/linear/counted_rows.h"
 #include "kernels/cuda/linear/hopper/kernels.h"
+#include "kernels/cuda/linear/pair_logits.h"
 #include "kernels/cuda/linear/product.h"
 #include "kernels/cuda/linear/routes.h"
 #include "kernels/cuda/linear/split_rows.h"
@@ -128,28 +128,13 @@ cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
                              const Scratch& given, cudaStream_t stream) {
   Scratch scratch = given;
-  std::optional<BlockLogits> block, reference;  // none: the input is logits
-  int64_t at_once = args.rows();
-  const auto prepare = [&](const HeadView& head, std::optional<BlockLogits>& to) {
-    if (head.vocab() == 0) return;
-    const LinearRoute route = RouteOf(LinearOp::kTokens, head, scratch, /*logits=*/true);
-    to.emplace(head, head.vocab(), route, kTokensScratchShare, products, scratch, stream);
-    at_once = std::min(at_once, to->rows());
-  };
-  prepare(args.head, block);
-  prepare(args.reference_head, reference);
-  for (int64_t first = 0; first < args.rows(); first += at_once) {
-    const int64_t rows = std::min(at_once, args.rows() - first);
-    const auto make = [&](const std::optional<BlockLogits>& from, const TensorView& hidden,
-                          TensorView* logits) {
-      *logits = from.has_value() ? from->View(rows) : RowsOf(*logits, first, rows);
-      return from.has_value() ? from->Make(RowsOf(hidden, first, rows), scratch) : cudaSuccess;
-    };
-    DivergenceArgs block_args = RowsFrom(args.divergence, first);
-    cudaError_t error = make(block, args.hidden, &block_args.logits);
-    if (error == cudaSuccess)
-      error = make(reference, args.reference_hidden, &block_args.reference_logits);
-    if (error == cudaSuccess) error = Divergence(block_args, scratch, stream);
+  const PairLogits pair(args.head, args.reference_head, products, scratch, stream);
+  for (int64_t first = 0; first < args.rows(); first += pair.rows()) {
+    const int64_t rows = std::min(pair.rows(), args.rows() - first);
+    DivergenceArgs block = RowsFrom(args.divergence, first);
+    cudaError_t error = pair.Make(args.hidden, args.reference_hidden, first, rows, scratch,
+                                  &block.logits, &block.reference_logits);
+    if (error == cudaSuccess) error = Divergence(block, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -50,7 +50,8 @@ RowForm FormOf(bool edited, CostOf cost) {
   return {.warps = Block::kWarps,
           .resident = Block::kResident,
           .most_blocks = kInCluster ? kMaxClusterBlocks : 1,
-          .fixed_bytes = static_cast<int>(memory + 2 * sizeof(Stats)),  // cells to an even number
+          // With the row's parameters, and cells to an even number.
+          .fixed_bytes = static_cast<int>(memory + sizeof(SampleRow) + 2 * sizeof(Stats)),
           .row_cell_bytes = 2 * sizeof(Stats),
           .part_cell_bytes = 32 * sizeof(SmallPool::Sketch),
           .cost = cost};

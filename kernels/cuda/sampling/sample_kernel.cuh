@@ -59,7 +59,7 @@ struct RowNeeds {
   }
 };
 
-// A block's memory after DrawMemory.
+// A block's memory after DrawMemory and the row's parameters.
 template <class Pool>
 struct RowMemory {
   using Sketch = typename Pool::Sketch;
@@ -431,11 +431,11 @@ __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, con
   }
 }
 
-// Copies the row into shared memory: each of its lines in device memory would be waited for when it
-// is first looked at. By all threads, which see the copy after a barrier.
+// Copies a row's parameters into shared memory: each of their lines in device memory would be
+// waited for when it is first looked at. By all threads, which see the copy after a barrier.
 __device__ __forceinline__ void CopyRow(const SampleRow& from, SampleRow* to) {
   constexpr int kWords = sizeof(SampleRow) / sizeof(uint64_t);
-  static_assert(kWords * sizeof(uint64_t) == sizeof(SampleRow));
+  static_assert(sizeof(SampleRow) % 16 == 0, "what comes after it is aligned");
   if (threadIdx.x < kWords) {
     reinterpret_cast<uint64_t*>(to)[threadIdx.x] =
         reinterpret_cast<const uint64_t*>(&from)[threadIdx.x];
@@ -458,12 +458,12 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   AwaitEarlierKernels();
   const SampleArgs& args = p.args;
   const int r = static_cast<int>(blockIdx.x) / p.blocks;
-  __shared__ SampleRow ask;
+  auto& ask = *reinterpret_cast<SampleRow*>(&memory + 1);
   CopyRow(args.rows[r], &ask);
   const int vocab = static_cast<int>(args.logits.cols);
   const Part part = Part::Of(static_cast<int>(blockIdx.x) - r * p.blocks, p.blocks, p.cells, vocab);
   DrawShared& s = memory.finish.draw;
-  const RowMemory<Pool> m(&memory + 1, p.cells, part.cells(), kInCluster && kEditable);
+  const RowMemory<Pool> m(&ask + 1, p.cells, part.cells(), kInCluster && kEditable);
   const Row raw_row(static_cast<const T*>(args.logits.data) + r * args.logits.row_stride, vocab);
 
   // Read.

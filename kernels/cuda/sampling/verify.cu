@@ -137,7 +137,6 @@ cudaError_t VerifySteps::Rows(int pass, const TensorView& logits, int64_t first,
                  .accepted = accepted_ + first};
   p.args.logits = logits;
   if (args_.blocks) {
-    p.args.edited = true;  // only those kernels have block verification
     p.block_rows = blocks_ + first;
     p.block_step = pass == 0 ? BlockStep::kWeigh : pass == 1 ? BlockStep::kSum : BlockStep::kEmit;
   }
