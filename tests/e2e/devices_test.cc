@@ -47,6 +47,20 @@ v1::ScoreRequest HiddenRequest(int64_t rows, uint32_t seed) {
   return request;
 }
 
+v1::DivergenceRequest PairRequest(int64_t rows, uint32_t seed) {
+  const v1::ScoreRequest first = HiddenRequest(rows, seed), second = HiddenRequest(rows, seed + 1);
+  v1::DivergenceRequest request;
+  request.set_dtype(v1::DTYPE_BF16);
+  request.set_rows(rows);
+  request.set_head("demo");
+  request.set_hidden_size(kHidden);
+  request.set_hidden(first.hidden());
+  request.set_reference_head("demo");
+  request.set_reference_hidden_size(kHidden);
+  request.set_reference_hidden(second.hidden());
+  return request;
+}
+
 v1::SampleRequest DrawRequest(uint32_t seed) {
   v1::SampleRequest request;
   request.set_dtype(v1::DTYPE_F32);
@@ -78,7 +92,11 @@ std::vector<std::vector<std::string>> Answers(const ServerProcess& server, int t
         const grpc::Status draw = sampler->Sample(Context().get(), DrawRequest(seed), &drawn);
         EXPECT_TRUE(score.ok()) << score.error_message();
         EXPECT_TRUE(draw.ok()) << draw.error_message();
-        answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn));
+        v1::DivergenceResponse compared;
+        const grpc::Status pair =
+            scorer->Divergence(Context().get(), PairRequest(1 + i % 5, seed), &compared);
+        EXPECT_TRUE(pair.ok()) << pair.error_message();
+        answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(compared));
       }
     });
   }
@@ -107,7 +125,7 @@ TEST(DevicesTest, TheBitsDoNotDependOnTheNumberOfDevices) {
     return sum;
   };
   // A slice is counted after its answers.
-  constexpr int kRows = kThreads * (4 * (1 + 2 + 3 + 4 + 5) + 20 * 4);
+  constexpr int kRows = kThreads * (2 * 4 * (1 + 2 + 3 + 4 + 5) + 20 * 4);
   for (int i = 0; i < 1000 && rows() < kRows; ++i) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_EQ(rows(), kRows);
   for (const int number : {0, 1, 5}) {

@@ -112,6 +112,16 @@ TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {
   EXPECT_EQ(cut.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(cut.error_message(),
               HasSubstr("head: got h, which is cut over devices, allowed one that is not"));
+
+  v1::DivergenceRequest pair = OfHead<v1::DivergenceRequest>(1, 1);
+  pair.set_reference_head("h");
+  pair.set_reference_hidden_size(kHidden);
+  pair.set_reference_hidden(pair.hidden());
+  v1::DivergenceResponse compared;
+  const grpc::Status apart =
+      v1::Scorer::NewStub(channel)->Divergence(Context().get(), pair, &compared);
+  EXPECT_EQ(apart.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(apart.error_message(), HasSubstr("head: got h, which is cut over devices"));
   const grpc::Status score =
       v1::Scorer::NewStub(channel)->Score(Context().get(), Scored(3, 1), &scored);
   EXPECT_TRUE(score.ok()) << score.error_message();
