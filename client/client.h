@@ -62,8 +62,9 @@ using ScoreRequest = LogitsRequest<v1::ScoreRequest>;
 // many rows of the same vocabulary.
 struct DivergenceRequest : LogitsRequest<v1::DivergenceRequest> {
   v1::DType reference_dtype = v1::DTYPE_UNSPECIFIED;  // unspecified: `dtype`
-  std::vector<absl::string_view>
-      reference_logits;  // this and the next five as without "reference_"
+  // This and the next four as without "reference_". A stream, and logits in an arena, need `vocab`
+  // also where the first input has a head.
+  std::vector<absl::string_view> reference_logits;
   std::string reference_head;
   int64_t reference_hidden_size = 0;
   std::vector<absl::string_view> reference_hidden;

@@ -102,13 +102,13 @@ constexpr double ShareAfter(double share, uint64_t weight, uint64_t mass) {
   return reach < most ? reach / most : 1;
 }
 
-// Whether the draft before a row with this s is chosen: `left` is the row's sum of R, `total` that
-// of W.
+// True where the coin chooses the draft before a row with this s: `left` is the row's sum of R,
+// `total` that of W.
 constexpr bool CoinChooses(double share, uint64_t left, uint64_t total, uint64_t coin) {
   return share == 1 || MulHigh(coin, left + WeightOfShare(1 - share, total)) < left;
 }
 
-// The same for the last draft.
+// True where the coin chooses the last draft.
 constexpr bool CoinChoosesLast(double share, uint64_t coin) {
   return share == 1 || coin < static_cast<uint64_t>(share * 0x1p64);
 }

@@ -133,7 +133,7 @@ inline constexpr RowParam<SampleRow> kSampleParams[] = {
 // A row with a watermark has, in place of the draw, the token of what is left with the largest
 // MarkScore(z_i - max, WatermarkBits(state, i)), the lowest index of equals (watermark.h). Its
 // state is that of watermark_key after the last watermark_width tokens of the history, or all where
-// there are fewer. Its seed is only that of xtc's coin.
+// there are fewer. Its seed is used only for xtc's coin.
 //
 // The edits are bias, penalties and mask. They round to f32 after every operation. Where infinities
 // of both signs meet, the result is -inf: a ban wins. Equal logits (-0 equals +0) rank by ascending

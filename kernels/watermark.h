@@ -69,7 +69,7 @@ struct MarkedToken {
   }
 };
 
-// What a token says for the mark: -ln(1 - u). Of tokens drawn without the key it has the
+// A token's evidence for the mark: -ln(1 - u). Of tokens drawn without the key it has the
 // exponential distribution with mean 1, of marked ones more.
 constexpr double MarkEvidence(uint64_t bits) { return -std::log(MarkUnitLeft(bits)); }
 

@@ -17,7 +17,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 // Scratch of a CPU stream that uses a head.
 constexpr int64_t kHeadScratch = 64 * kMiB;
 // Parameters and padding of a row, in a slab.
-constexpr int64_t kSlabRowBytes = 168;
+constexpr int64_t kSlabRowBytes = 224;
 // The program, its threads and the buffers of its loops, what malloc keeps.
 constexpr int64_t kProcess = 200 * kMiB;
 

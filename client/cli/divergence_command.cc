@@ -57,9 +57,9 @@ int RunDivergence(const Session& session, const DivergenceFlags& flags) {
   absl::StatusOr<Input> reference = LoadFile(flags.reference, "--reference-");
   if (!reference.ok()) return BadInput(reference.status());
   if (reference->rows != input->rows) {
-    return BadInput(absl::InvalidArgumentError(
-        absl::StrFormat("reference: got %d rows, allowed %d, as the other input has",
-                        reference->rows, input->rows)));
+    return BadInput(absl::InvalidArgumentError(absl::StrFormat(
+        "--reference-logits or --reference-hidden: got %d rows, allowed %d, as the other has",
+        reference->rows, input->rows)));
   }
   if (!flags.targets.empty()) {
     const absl::StatusOr<std::vector<int32_t>> targets = LoadTargets(flags.targets, input->rows);

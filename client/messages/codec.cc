@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/tensor_file.h"
 #include "client/transport/transport.h"
@@ -59,6 +60,10 @@ struct Input {
   const Pieces& payload;
 
   bool hidden() const { return !head.empty(); }
+  // Of the names of the fields.
+  absl::string_view prefix() const {
+    return numbers.dtype == Fields::kDtypeFieldNumber ? "" : "reference_";
+  }
 };
 
 constexpr Input::Numbers kFirst = {Fields::kDtypeFieldNumber,      Fields::kHeadFieldNumber,
@@ -114,13 +119,14 @@ void AppendRowsAndVocab(int64_t rows, int64_t vocab, std::string* bytes) {
 absl::StatusOr<v1::SharedRows> FindShared(const Input& input) {
   const int64_t elements = input.hidden() ? input.hidden_size : input.vocab;
   if (elements < 1 || elements > kMaxElements) {
-    return absl::InvalidArgumentError(absl::StrFormat("%s: got %d, allowed 1..%d with an arena",
-                                                      input.hidden() ? "hidden_size" : "vocab",
-                                                      elements, kMaxElements));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s: got %d, allowed 1..%d with an arena",
+                        input.hidden() ? absl::StrCat(input.prefix(), "hidden_size") : "vocab",
+                        elements, kMaxElements));
   }
   if (!v1::DType_IsValid(input.dtype) || input.dtype == v1::DTYPE_UNSPECIFIED) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("dtype: got %d, allowed f32, f16, bf16", static_cast<int>(input.dtype)));
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "%sdtype: got %d, allowed f32, f16, bf16", input.prefix(), static_cast<int>(input.dtype)));
   }
   return input.arena->Find(input.payload, input.rows, elements * DTypeSize(input.dtype));
 }

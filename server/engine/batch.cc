@@ -81,7 +81,7 @@ absl::Status CheckFits(const JobSpec& spec, const EngineOptions& options) {
   }
   if (size.payload_bytes < 1 || size.payload_bytes > options.slab_payload_bytes) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "payload: got %d bytes (%d rows of %d %s elements and their lists), allowed 1..%d",
+        "payload: got %d bytes (%d rows of %d %s elements and what comes with them), allowed 1..%d",
         size.payload_bytes, spec.rows(), spec.key.row_elements, Name(spec.key.dtype),
         options.slab_payload_bytes));
   }

@@ -62,8 +62,7 @@ class HeadUpdate {
   // ABORTED: the head was unloaded meanwhile.
   absl::StatusOr<std::shared_ptr<const Head>> Commit();
 
-  // The update ends with this error, where no step failed before: the caller asked for something
-  // that cannot be.
+  // Heads counts the update by this error, unless a step failed before.
   void Fail(absl::Status why) { Remember(std::move(why)).IgnoreError(); }
 
   const Head& old() const { return *old_; }

@@ -64,7 +64,8 @@ struct BatchView {
   AxisCounts counts;  // rows: of the slice; others: of the batch
   int64_t first_row;  // the slice's first row, counted from the batch's
   int64_t row_elements;
-  size_t row_stride;  // bytes: a multiple of 16; of logits of an exclusive op exactly a row
+  size_t
+      row_stride;  // bytes: a multiple of 16; of logits or scores of an exclusive op exactly a row
   const std::byte* payload;
   const void* const*
       row_data;             // where the payload's rows lie apart: row r is row_data[r]; else null

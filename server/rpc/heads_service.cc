@@ -100,8 +100,8 @@ absl::Status FromProto(v1::HeadPart wire, engine::HeadPart* part) {
 }  // namespace
 
 // A call whose work a thread of the service does. The end of the work, a cancel or a drain ends it,
-// whichever comes first. Run, Report, Conclude and ended are for that thread, the rest for the
-// call's loop.
+// whichever comes first. Run, Report, Conclude, ended and why_ended are for that thread, the rest
+// for the call's loop.
 class ChangeCall : public PlainCall {
  public:
   ChangeCall(http2::Stream* stream, const CallEnvironment& environment, const PlainMethod& method,
@@ -320,17 +320,21 @@ class UpdateCall final : public ChangeCall {
   // ---- for the thread
   void RunStep() {
     v1::UpdateHeadResponse answer;
-    absl::Status status = ended() ? why_ended() : Step(&answer);
+    const bool gone = ended();
+    // What ended the call has its answer already, and is no failure of the device's.
+    absl::Status status = gone ? absl::CancelledError("call cancelled") : Step(&answer);
     const bool last = !status.ok() || closing_;
     if (last) {
-      if (update_ != nullptr) update_->Fail(status);
+      if (update_ != nullptr) update_->Fail(gone ? why_ended() : status);
       update_.reset();  // before the caller has its answer
       return Conclude(status, answer);
     }
     service().StopRunning(*this);
     working_ = false;
     if (!ended()) return OnLoop([this, answer] { Send(answer); });
-    if (!working_.exchange(true)) update_.reset();  // else Leave has enqueued a step
+    if (working_.exchange(true)) return;  // Leave has enqueued a step
+    if (update_ != nullptr) update_->Fail(why_ended());
+    update_.reset();
   }
   absl::Status Step(v1::UpdateHeadResponse* answer) {
     if (update_ == nullptr) {

@@ -293,8 +293,9 @@ TEST_F(LogitdTest, LogitctlFindsTheWatermarkOfATextThatItGenerated) {
   ASSERT_EQ(text.code, 0) << text.err;
   const auto tokens = nlohmann::json::parse(text.out)["tokens"].get<std::vector<int32_t>>();
   const auto p_value = [&](const std::string& key) {
-    const Ran found = Logitctl({"watermark", "detect", "--ids", absl::StrJoin(tokens, ","), "--key",
-                                key, "--width", "3", "--format", "json"});
+    const Ran found =
+        testing::RunBinary("logitctl", {"watermark", "detect", "--ids", absl::StrJoin(tokens, ","),
+                                        "--key", key, "--width", "3", "--format", "json"});
     EXPECT_EQ(found.code, 0) << found.err;
     return nlohmann::json::parse(found.out)["p_value"].get<double>();
   };

@@ -62,7 +62,8 @@ TEST(ShardedTest, VerifyThroughAWholeHeadEmitsTheTokensOfSample) {
       EXPECT_EQ(response.logprobs(i), drawn.logprobs(i)) << i;
     }
   }
-  EXPECT_GT(server.Metric("logitd_stream_busy_seconds_total{op=\"linear_verify\"}"), 0);
+  EXPECT_TRUE(
+      server.WaitForMetric("logitd_stream_busy_seconds_total{op=\"linear_verify\"}", '>', 0));
 }
 
 TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {

@@ -18,7 +18,8 @@ from sample_replay import SHIFT, fixed, of_bits, random_bits, sample, weight
 
 GREEDY, LIST, DENSE = 0, 1, 2
 NOT_REACHED = 3
-OFF = {"top_p": 1, "top_n_sigma": 0, "min_p": 0, "typical_p": 1, "xtc_probability": 0, "xtc_threshold": 0.1}
+OFF = {"top_p": 1, "top_n_sigma": 0, "min_p": 0, "typical_p": 1, "xtc_probability": 0, "xtc_threshold": 0.1,
+       "draws": 0, "watermark_width": 0}  # fmt: skip
 LISTS = {"history": [], "bias_ids": [], "bias_values": [], "mask": [], "prompt_tokens": 0}
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
@@ -28,7 +29,7 @@ class Row:
 
     def __init__(self, row):
         self.code, self.draft, self.kind, self.given = row["code"], row["draft"], row["kind"], row
-        (self.status, _), self.tokens, self.shaky, x, supports = sample({**row, **OFF, **LISTS, **PENALTIES})
+        (self.status, _), (self.tokens,), self.shaky, x, supports = sample({**row, **OFF, **LISTS, **PENALTIES})
         self.bits, self.coin = random_bits(row["seed"], row["position"])
         if self.status:
             return

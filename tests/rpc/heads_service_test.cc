@@ -5,7 +5,9 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +23,7 @@
 #include "absl/time/clock.h"
 #include "logitd/v1/heads.grpc.pb.h"
 #include "server/arena/leases.h"
+#include "tests/http2/raw_client.h"
 #include "tests/rpc/served_engine.h"
 
 namespace logitd::rpc {
@@ -626,6 +629,46 @@ TEST_F(HeadsUpdateTest, AnUpdateThatLosesTheDeviceTellsTheEnginesOwner) {
   backend_.FailNext(FaultPoint::kWait, absl::InternalError("fell off the bus"));
   EXPECT_EQ(Update({ByRows(0, 10)}).error_code(), grpc::INTERNAL);
   EXPECT_TRUE(Becomes([&] { return !device_lost().ok(); }));
+  ExpectUnchanged();
+}
+
+// A message that is marked as compressed on a call that names no compression: its peer's mistake is
+// INTERNAL too, and no failure of the device's.
+TEST_F(HeadsUpdateTest, AMalformedMessageEndsOnlyItsUpdate) {
+  const std::string address = server_->listening()[0];
+  const sockaddr_in to = {
+      .sin_family = AF_INET,
+      .sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1)))),
+      .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  ASSERT_EQ(connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof(to)), 0);
+  http2::testing::RawClient peer(fd);
+  ASSERT_TRUE(peer.Begin());
+  bool answered = false, ended = false;
+  const auto take = [&] {
+    for (const http2::testing::Frame& frame : peer.Take()) {
+      if (frame.stream != 1) continue;
+      answered |= frame.type == NGHTTP2_DATA;
+      ended |= (frame.flags & NGHTTP2_FLAG_END_STREAM) != 0;
+    }
+  };
+  ASSERT_TRUE(peer.Send(peer.Headers(1, {{":method", "POST"},
+                                         {":scheme", "http"},
+                                         {":path", "/logitd.v1.Heads/Update"},
+                                         {":authority", "test"},
+                                         {"te", "trailers"},
+                                         {"content-type", "application/grpc"}})));
+  const std::string message = ByRows(0, 10).SerializeAsString();
+  std::string framed(5, '\0');
+  framed[4] = static_cast<char>(message.size());  // below 256
+  ASSERT_TRUE(peer.Send(http2::testing::RawClient::Data(1, framed + message)));
+  EXPECT_TRUE(Becomes([&] { return take(), answered; }));
+  framed[0] = 1;
+  framed[4] = 0;
+  ASSERT_TRUE(peer.Send(http2::testing::RawClient::Data(1, framed)));
+  EXPECT_TRUE(Becomes([&] { return take(), ended; }));
+  EXPECT_TRUE(Becomes([&] { return !server_->loading(); }));
+  EXPECT_TRUE(device_lost().ok()) << device_lost();
   ExpectUnchanged();
 }
 

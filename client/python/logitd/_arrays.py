@@ -175,7 +175,7 @@ def number(name: str, value: Any, kind: type, low: float, high: float, allowed: 
 
 def whole(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
     """A whole number, of an option."""
-    bound = f"{low} to {high}" if high < 2**63 - 1 else f"{low} or more"
+    bound = f"{low} to {high}" if high != 2**63 - 1 else f"{low} or more"
     return int(number(name, value, Integral, low, high, f"whole numbers, {bound}"))
 
 

@@ -39,7 +39,12 @@ def pair_request(
     try:
         reference = row_input(reference_logits, hidden, head, dtype, arena, version)
     except InvalidArgument as error:
-        raise InvalidArgument(f"reference_{error.message}") from None
+        if not error.message.startswith("input: "):
+            raise InvalidArgument(f"reference_{error.message}") from None
+        got = error.message.removeprefix("input: ").split(",")[0]
+        raise InvalidArgument(
+            f"reference: {got}, allowed reference_logits, or reference_hidden with reference_head"
+        ) from None
     if reference.rows != rows.rows:
         raise InvalidArgument(f"reference: got {reference.rows} rows, allowed {rows.rows}, as the other input has")
     first = {field.name: getattr(rows, field.name) for field in fields(rows)}

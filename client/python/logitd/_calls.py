@@ -119,12 +119,12 @@ _FIELDS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 # Fields whose errors name a caller's array instead: its sizes, and where it lies.
 _SIZES = {"vocab": "logits (vocab)", "rows": "logits or hidden (rows)", "keys": "scores (keys)"}
 _SIZE = re.compile(r"^(vocab|rows|keys)(?=: got \d+, allowed 1\.\.)")
-_SHARED = re.compile(r"^shared(_\w+)?(\.\w+)?(?=: )")
+_SHARED = re.compile(r"^(reference_)?shared(_\w+)?(\.\w+)?(?=: )")
 
 
 def _in_the_callers_words(text: str) -> str:
     """An error of the server with the names of the caller's parameters."""
-    text = _SHARED.sub(r"arena: \g<0>", _SIZE.sub(lambda size: _SIZES[size.group()], text))
+    text = _SHARED.sub(r"\g<1>arena: \g<0>", _SIZE.sub(lambda size: _SIZES[size.group()], text))
     return _FIELDS.sub(lambda field: _NAMES[field.group()], text)
 
 

@@ -70,7 +70,8 @@ class SamplingParams(TypedDict, total=False):
 
     seed: Ints
     """Per row, 0 to 2^64-1. Equal rows with the same seed and position draw the same token, so one seed for all rows
-    draws equal rows alike: give one per row, or `seeds`. Required, or `seeds`, unless every temperature is 0."""
+    draws equal rows alike: give one per row, or `seeds`. One of the two is required, unless every row has temperature 0, or a
+    watermark without xtc_probability."""
     seeds: Int
     """In place of seed: one number, 0 to 2^64-1, from which each row gets a seed of its own: row i the output i of
     SplitMix64 started at the number. docs/semantics.md has the formula."""

@@ -3,7 +3,7 @@
     from logitd.watermark import detect
     print(detect(tokens, key=7, width=4).p_value)
 
-No server is asked. docs/semantics.md says what is computed; `logitctl watermark detect` gives the same numbers.
+No server is asked. docs/semantics.md says what is computed; `logitctl watermark detect` gives the same numbers, up to the last bits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _philox(key: np.ndarray, word0: np.ndarray, word1: np.ndarray, word3: np.uin
         a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1, c2, c3 = (b >> _32) ^ c1 ^ k0, b & _LOW, (a >> _32) ^ c3 ^ k1, a & _LOW
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
-    return c0 | c1 << _32
+    words: np.ndarray = c0 | c1 << _32
+    return words
 
 
 def _gamma_tail(count: int, score: float) -> float:

@@ -2,8 +2,8 @@
 //
 //   topk, sample:   for up to 64 rows at a time their logits in f32 (product.h), then the op of
 //                   that name on the logits; divergence: those of both heads.
-//   verify:         the same, also of rows that no draft reaches; twice for block verification of
-//                   more rows.
+//   verify:         the same, also of rows that no draft reaches; twice for block verification
+//                   where the rows do not fit into one block.
 //   cross_entropy:  a thread takes the logits of up to 64 rows for one cell of the vocabulary,
 //                   reads them for the loss while they are in L2, and goes on to the next cell. So
 //                   logits never go to memory. What is left of a cell is its partials, which are

@@ -2,9 +2,9 @@
 // it. Rows after a refused draft are never read. All threads take the long rows of the last few
 // sequences (rows/row_threads.h).
 //
-// Cost: one read of each row up to the first refused draft; block verification reads all rows
-// first, and then those up to the bonus token. A draft with probabilities on an unfiltered row
-// lists every token of the row whose weight is not 0, as a flat top-p does.
+// Cost: one read of each row up to the first refused draft; block verification first reads
+// rows until s is 0, then those up to the bonus token. A draft with probabilities on an unfiltered
+// row lists every token of the row whose weight is not 0, as a flat top-p does.
 #include "kernels/cpu/sampling/verify.h"
 
 #include <algorithm>

@@ -11,7 +11,9 @@
 // Cost: four products, which are the floor, or six. Besides, bytes of a token and row: 16 for both
 // logits and the losses (8 more for kJensenShannon), 8 for G to read them (16 where they are made
 // again), and G, written once and read twice. Limited by: the tensor cores, then HBM.
-// Measured: bench/results/h200/divergence_training.json.
+// Measured on an H200 (bench/results/h200/divergence_training.json), 4096 rows, heads of 128256 x
+// 4096, bf16: 86% of the four products; kJensenShannon 72%, f16 88%. 512 rows of f32 heads of 32000
+// x 2048, whose logits are made again: 35%.
 #include <algorithm>
 
 #include "kernels/cuda/linear/gradient_chunks.cuh"
@@ -548,7 +550,7 @@ class KeptGradients {
   KeptMemory kept_;
 };
 
-// Whether G of a call's rows is kept. A row has other bits then.
+// True where G of a call's rows is kept. A row then has other bits.
 bool Keeps(const LinearDivergenceTrainingArgs& args, const LossBlocks& losses, const KeptCut& cut,
            const Scratch& scratch, int64_t room) {
   const LinearRoute route = RouteOf(LinearOp::kTokens, args.head, scratch, /*logits=*/true);

@@ -81,7 +81,7 @@ struct KeptChunks {
   }
 };
 
-// Whether a product can write d_weight, and its memory has no gaps that belong to others.
+// True where a product can write d_weight, and its memory has no gaps that belong to others.
 inline bool HoldsKeptChunks(const MutableTensorView& d_weight, int64_t hidden) {
   return d_weight.data != nullptr && reinterpret_cast<uintptr_t>(d_weight.data) % 16 == 0 &&
          hidden * static_cast<int64_t>(SizeOf(d_weight.dtype)) % 16 == 0 &&

@@ -28,7 +28,7 @@ class PairLogits {
       if (of.vocab() == 0) return;
       LinearRoute route = RouteOfLogits(of, scratch);
       if (hopper_rows > 0) route.block_rows = static_cast<int>(hopper_rows);
-      const int scratch_share = hopper_rows > 0 ? 2 : 4;  // so many rows of both heads fit
+      const int scratch_share = hopper_rows > 0 ? 2 : 4;  // HopperRows left room for both
       to.emplace(of, of.vocab(), route, scratch_share, products, scratch, stream);
       rows_ = std::min(rows_, to->rows());
     };

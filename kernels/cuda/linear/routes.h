@@ -11,7 +11,7 @@
 namespace logitd::cuda {
 
 enum class LinearOp : uint8_t {
-  kTokens,     // linear_topk, linear_sample, linear_verify
+  kTokens,     // linear_topk, linear_sample, linear_verify; the logits of linear_divergence
   kLosses,     // linear_cross_entropy
   kGradients,  // its backward
   kTraining,   // both in one

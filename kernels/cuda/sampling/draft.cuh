@@ -7,7 +7,7 @@
 
 namespace logitd::cuda {
 
-// What a draft's q leaves of the target's weights, which count `share` times: max(share W - Q, 0).
+// The target's weights times `share`, less the draft's q: max(share W - Q, 0).
 struct SharedWeights {
   TokenWeights target;
   DraftMass less;
@@ -19,8 +19,8 @@ struct SharedWeights {
   }
 };
 
-// The launch's step of block verification at a row's draft. `drawn` and `target` have the whole of
-// the target's weights. Returns `drawn`, in the last step with the row's token. Called by all
+// The launch's step of block verification at a row's draft. `drawn.total` is the sum of all
+// weights of `target`. Returns `drawn`, in the last step with the row's token. Called by all
 // threads.
 template <class Row>
 __device__ __noinline__ Drawn VerifyInBlock(BlockStep step, BlockRow& block, int draft, Row row,

@@ -44,7 +44,7 @@ __device__ __forceinline__ void DrawMoreListed(const SampleRow& ask, int listed,
   }
 }
 
-// The same from the whole row, as DrawUnfiltered draws. Called by all threads.
+// Draws from the whole row, as DrawUnfiltered does. Called by all threads.
 template <class Row, class Write>
 __device__ __forceinline__ void DrawMoreUnfiltered(const SampleRow& ask, const Row& row,
                                                    const DrawInput& in, DrawShared& s,

@@ -10,8 +10,9 @@
 // or the report look at it again. Beyond the list a top_k reads it once more and a ninth, a top_p
 // twice more, a rank what reaches it; sums of moments.cuh once more each, more than 128 top tokens
 // three times more. Limited by: as softmax_topk, the latencies that end a row.
-// 512 x 131072 f32: 73% of one read (bench/results/h200/kernels_a6bebcf6.json). With what only rows
-// that AsksMore want, kernels of edits are 3 to 7% slower (sample_587499b0.json).
+// 512 x 131072 f32: 74% of one read (bench/results/h200/sample_1c366cd5.json). By the code for what
+// only rows that AsksMore want, kernels of edits are up to 7% slower, 64 rows with history and mask
+// 13% (43 us, now 49); plain kernels are not (sample_587499b0.json has the times before).
 // Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us
 // for 118); one kernel for plain and edited rows (64 plain rows 34 us); the first look of a flat
 // top_p at a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113 for 95).

@@ -28,7 +28,7 @@ enum class BlockPlace : int8_t {
   kAfter,
 };
 
-// What the steps of block verification find of a row.
+// A row's numbers in block verification, by the step that finds them.
 struct BlockRow {
   uint64_t weight;  // kWeigh: of the draft's token in the target
   uint64_t mass;    // kWeigh: of its q
@@ -38,7 +38,7 @@ struct BlockRow {
   BlockPlace place;
 };
 
-// What a launch of SampleRows does at a draft with block verification.
+// The step of block verification that a launch of SampleRows takes.
 enum class BlockStep : int8_t { kWeigh, kSum, kEmit };
 
 struct SampleParams {

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/status_macros.h"
@@ -62,7 +63,9 @@ InputFields ReferenceOf(const DivergenceSettings& fields, int64_t vocab) {
 // name is not found.
 absl::Status OfReference(const absl::Status& status) {
   if (status.ok()) return status;
-  const char* const prefix = absl::IsNotFound(status) ? "reference: " : "reference_";
+  const bool has_field =
+      !absl::IsNotFound(status) || absl::StartsWith(status.message(), "shared: ");
+  const char* const prefix = has_field ? "reference_" : "reference: ";
   return {status.code(), absl::StrCat(prefix, status.message())};
 }
 

@@ -167,6 +167,7 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   VerifyFields fields;
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
   LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
+  fields.vocab = input_.vocab();  // a head's, where the request does not say it
   LOGITD_RETURN_IF_ERROR(CheckIsWhole(input_.head().get()));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields, &rows_));

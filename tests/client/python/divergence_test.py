@@ -108,7 +108,7 @@ class DivergenceTest(LeaseTestCase):
     def test_what_does_not_go_together_is_refused(self):
         for client in self.both(self.server.unix):
             for call in (client.divergence, client.divergence_stream):
-                with self.refused(logitd.InvalidArgument, "reference_input: got none, allowed"):
+                with self.refused(logitd.InvalidArgument, "reference: got none, allowed reference_logits"):
                     call(self.logits)
                 with self.refused(logitd.InvalidArgument, "reference: got 59 rows, allowed 60"):
                     call(self.logits, self.reference[1:])

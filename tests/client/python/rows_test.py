@@ -479,6 +479,16 @@ class HeadsTest(ServerTestCase):
             verified = client.verify(hidden=hidden, head="lm", sequence_rows=3, drafts=drafts, temperature=0)
             self.assertEqual((verified.accepted.tolist(), verified.tokens.tolist()), ([1], [*token[:2], -1]))
             self.assertEqual(verified.head_version, top.head_version)
+            listed = dict(draft_kind="list", draft_ids=[[int(token)] for token in drafts], draft_probs=[1.0, 1.0])
+            dense = dict(draft_kind="dense", draft_probs=np.eye(500, dtype=np.float32)[drafts])
+            for kind in (listed, dense):
+                for block in (False, True):
+                    again = client.verify(
+                        hidden=hidden, head="lm", sequence_rows=3, drafts=drafts, temperature=0,
+                        block_verification=block, **kind,
+                    )  # fmt: skip
+                    self.assertEqual(again.accepted.tolist(), [1])
+                    self.assertEqual(again.tokens.tolist(), verified.tokens.tolist())
             every = client.sample(hidden=hidden, head="lm", seed=2).tokens
             kept = client.sample(hidden=hidden, head="lm", seed=2, top_k=[-1, 500, 501]).tokens
             self.assertEqual(kept.tolist(), every.tolist())
