@@ -27,7 +27,7 @@ inline constexpr RowParam<DivergenceRow> kDivergenceParams[] = {
     {"reference_temperature", &DivergenceRow::reference_temperature, 1, kAboveZero},
 };
 
-// What ln p and ln q of a row are made of, without the rounding of a logsumexp:
+// The numbers that make ln p and ln q of a row, without the rounding of a logsumexp:
 // ln p_i = (logit_i - max) / temperature - log_sum. The form in which ops hand them on.
 struct DivergenceNorms {
   float max, reference_max;           // of the row, as sent

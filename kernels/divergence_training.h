@@ -23,8 +23,8 @@ enum class DivergenceLoss : int32_t {
 // How many are named above.
 inline constexpr int32_t kDivergenceLosses = 3;
 
-// What the op leaves of a row for its gradients. It is read again within the call, and may be
-// dropped after it.
+// A row's numbers that the op keeps for its gradients. They are read again within the call, and
+// may be dropped after it.
 struct DivergenceTrainingRow {
   DivergenceNorms norms;
   float divergence;  // KL(p || q); of kJensenShannon KL(p || m), of kReverseKl 0

@@ -60,7 +60,7 @@ struct Input {
   const Pieces& payload;
 
   bool hidden() const { return !head.empty(); }
-  // Of the names of the fields.
+  // Begins the names of the input's fields.
   absl::string_view prefix() const {
     return numbers.dtype == Fields::kDtypeFieldNumber ? "" : "reference_";
   }
@@ -115,7 +115,7 @@ void AppendRowsAndVocab(int64_t rows, int64_t vocab, std::string* bytes) {
   });
 }
 
-// Where the payload lies in the input's arena.
+// Finds the payload in the input's arena.
 absl::StatusOr<v1::SharedRows> FindShared(const Input& input) {
   const int64_t elements = input.hidden() ? input.hidden_size : input.vocab;
   if (elements < 1 || elements > kMaxElements) {

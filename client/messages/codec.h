@@ -53,7 +53,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const LogitsRequest<Params>& requ
   return EncodeRequest(request, PayloadOf(request), owner);
 }
 
-// The same of two inputs, one payload after the other.
+// Encodes a request of two inputs, one payload after the other.
 absl::StatusOr<grpc::ByteBuffer> EncodeRequest(const DivergenceRequest& request,
                                                const Pieces& payload, const Pieces& reference,
                                                const Owner& owner);

@@ -217,7 +217,7 @@ absl::StatusOr<std::unique_ptr<SequenceMessages<Method>>> SequenceMessages<Metho
   return messages;
 }
 
-// What is cut must have the right size. The server checks everything else.
+// Checks the sizes that cutting relies on. The server checks everything else.
 template <typename Method>
 absl::Status SequenceMessages<Method>::Check() const {
   if (request_.rows < 1 || request_.rows > kMaxRows) {

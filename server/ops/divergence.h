@@ -51,7 +51,7 @@ inline constexpr engine::OpTraits kLinearDivergenceTraits = {.name = "linear_div
 
 // The parameters of a job, except its rows.
 struct DivergenceCall final : engine::ExclusiveCall {
-  // Of the reference's rows, which are padded to multiples of 16 bytes.
+  // The reference's rows, which are padded to multiples of 16 bytes.
   DType reference_dtype = DType::kF32;
   int64_t reference_elements = 0;
 

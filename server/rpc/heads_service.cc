@@ -321,7 +321,7 @@ class UpdateCall final : public ChangeCall {
   void RunStep() {
     v1::UpdateHeadResponse answer;
     const bool gone = ended();
-    // What ended the call has its answer already, and is no failure of the device's.
+    // The caller has the reason already, and it is no failure of the device's.
     absl::Status status = gone ? absl::CancelledError("call cancelled") : Step(&answer);
     const bool last = !status.ok() || closing_;
     if (last) {

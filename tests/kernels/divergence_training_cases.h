@@ -529,7 +529,7 @@ inline std::string BrokenTrainingBesideItself(OpRunner& runner, const Divergence
   return "";
 }
 
-// Those, with d_bias, and 16-bit students of more tokens without it.
+// DivergenceTrainingOfEachType with d_bias, and 16-bit students of more tokens without it.
 inline std::vector<DivergenceTrainingCase> DivergenceIsolationCases() {
   std::vector<DivergenceTrainingCase> cases = DivergenceTrainingOfEachType();
   for (DivergenceTrainingCase& c : cases) c.student.bias = true;

@@ -30,7 +30,7 @@ struct DivergenceGradient {
   double bound;  // b over |upstream|: what an f16 head adds to an element, 2^37-fold
 };
 
-// Of logits before the softcap, of a row whose logits are finite or -inf, and not all -inf.
+// The gradient by logits before the softcap. The row's are finite or -inf, and not all -inf.
 inline DivergenceGradient ReferenceDivergenceGradient(const std::vector<double>& raw,
                                                       const std::vector<double>& y,
                                                       const DivergenceRow& ask, DivergenceLoss kind,

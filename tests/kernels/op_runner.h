@@ -202,7 +202,7 @@ struct LinearTrainingAnswer {
   LinearBackwardAnswer gradient;
 };
 
-// What a call of linear_divergence_training is given.
+// The inputs of a call of linear_divergence_training.
 struct DivergenceTrainingCall {
   HostTensor hidden;
   HostHead head;

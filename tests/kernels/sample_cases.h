@@ -665,7 +665,7 @@ inline const std::vector<SampleClaim>& SampleWatermarkClaims() {
       {.name = "a watermark takes what the filters leave", .logits = {0, ln2, 0, 0},
        .ask = {.position = kAt003, .top_k = 1, .processed = true, .watermark_width = 1},
        .history = {0}, .token = 1, .logprob = 0, .rank = 1},
-      // Of the first 100, after no token, token 46 has the largest number.
+      // Token 46 has the largest u of the first 100 tokens, after no context.
       {.name = "a watermark of more tokens than the kernel lists",
        .logits = std::vector<float>(200, 0.0f),
        .ask = {.position = kAt088, .typical_p = 0.5f, .processed = true, .watermark_width = 1},

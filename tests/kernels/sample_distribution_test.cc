@@ -67,7 +67,7 @@ class SampleDistributionTest : public CpuTest {
     ExpectCounts(name, Count(logits, batch, kDraws), p);
   }
 
-  // The same of tokens that were counted.
+  // Compares how often tokens came with `p`; what has probability 0 must not come at all.
   void ExpectCounts(const std::string& name, const std::vector<int64_t>& counts,
                     const std::vector<double>& p) {
     const auto draws =

@@ -165,7 +165,7 @@ class ReferenceSample {
   // The entropy of the row as sent; NaN where all its logits are -inf.
   double RawEntropy() const { return raw_.max() == -kInf ? kNan : Entropy(raw_, raw_.order, 1); }
 
-  // Whether `token` is what the bits of draw `draw` point at in `support`, or so close that
+  // True where the bits of draw `draw` point at `token` in `support`, or so near to it that
   // rounding decides.
   bool Accepts(const ReferenceSupport& support, int32_t token, uint32_t draw = 0) const {
     if (ask_.temperature == 0) return token == processed_.order[0];
@@ -205,8 +205,8 @@ class ReferenceSample {
       borders.through.push_back(through += processed_.Weight(id, Temperature()) / support.sum);
     return borders;
   }
-  // Whether the token has the largest score of the watermark, or one that rounding cannot tell from
-  // it.
+  // True where the token has the largest score of the watermark, or one that rounding cannot tell
+  // from it.
   bool AcceptsMarked(const ReferenceSupport& support, int32_t token) const {
     const auto score = [&](int32_t id) {
       const PhiloxBlock block = Philox4x32(mark_, static_cast<uint64_t>(id), uint64_t{2} << 32);

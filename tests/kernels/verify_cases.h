@@ -1,4 +1,4 @@
-// What verify and linear_verify must do on every backend. One table for the CPU and the GPU.
+// Checks of verify and linear_verify, one table for the CPU and the GPU.
 #ifndef LOGITD_TESTS_KERNELS_VERIFY_CASES_H_
 #define LOGITD_TESTS_KERNELS_VERIFY_CASES_H_
 
@@ -40,7 +40,7 @@ inline void AddDraft(VerifyBatch& verify, DraftKind kind, int32_t token, int64_t
   verify.drafts.push_back(draft);
 }
 
-// Which sequences of RandomDrafts have block verification.
+// The sequences of RandomDrafts that have block verification.
 enum class Blocks { kNone, kSome, kAll };
 
 // Drafts of every kind, two of three of which are the token that `sampled` has, and sequences of up

@@ -89,7 +89,7 @@ def token_by_token_from(rows, first):
 
 
 def together(rows):
-    """The same, with block verification."""
+    """The outcome with block verification."""
     shares, chosen, close = [1.0], 0, set()
     for i, row in enumerate(rows):
         share, last = shares[i], row.status or i + 1 == len(rows)

@@ -134,7 +134,7 @@ TEST_F(WatermarkedTextTest, TwoHundredTokensAreFoundByTheirKeyOnly) {
   }
 }
 
-// Of texts without a watermark, as many have a p-value below p as p says.
+// A share p of texts without a watermark has a p-value below p.
 TEST(WatermarkTest, FalseAlarmsComeAtTheirRate) {
   constexpr int kTexts = 1000, kBins = 20;
   std::mt19937_64 random(5);

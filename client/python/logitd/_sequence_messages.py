@@ -144,6 +144,6 @@ class SequenceMessages:
 
 
 def totals_fields(totals: Any) -> "dict[str, Any]":
-    """What a request has of totals; the server derives means and the perplexity."""
+    """The totals that a request carries; the server derives means and the perplexity."""
     derived = ("loss_mean", "perplexity", "forward_kl_mean", "reverse_kl_mean")
     return {name: value for name, value in dataclasses.asdict(totals).items() if name not in derived}

@@ -259,7 +259,7 @@ class DivergenceTotals(_Totals):
 
 @dataclass(frozen=True)
 class DivergenceResult(_Rows):
-    """What divergence and divergence_stream return: of p = softmax(logits / temperature), and q of the reference."""
+    """The answer of divergence and divergence_stream: of p = softmax(logits / temperature), and q of the reference."""
 
     forward_kl: Float32s
     """[N] float32, KL(p || q), nats; NaN where the status is not OK."""
@@ -278,7 +278,7 @@ class DivergenceResult(_Rows):
     reference_target_logprobs: Optional[Float32s]
     """[N] float32, natural log, of q; 0 where ignored; None without targets."""
     reference_head_version: int
-    """Of the reference's head that served; 0 with logits."""
+    """Version of the reference's head that served; 0 with logits."""
     totals: DivergenceTotals
     offset: int
     """The row of the sequence that the request began with."""

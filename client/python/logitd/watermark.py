@@ -24,7 +24,7 @@ _CONTEXT, _MARK = np.uint64(1), np.uint64(2)  # the last word of Philox's counte
 
 @dataclass(frozen=True)
 class Detection:
-    """What detect finds."""
+    """The result of detect."""
 
     score: float
     """The sum of -ln(1 - u) over the tokens that count; about their number where there is no watermark."""

@@ -34,7 +34,7 @@ struct RowLogprobs {
   }
 };
 
-// Those of the student and of its reference.
+// The log-probabilities of a row of the student and of its reference.
 struct PairLogprobs {
   RowLogprobs of_p, of_q;
 

@@ -22,7 +22,7 @@ namespace logitd::cpu {
 // kIgnored: d_hidden becomes zeros. Only counted rows add anything, whatever others hold.
 enum class RowUse : int32_t { kSkipped, kIgnored, kCounted };
 
-// What is differentiated, and where the gradients go.
+// The inputs of a gradient, and the places of its results.
 struct HeadGradients {
   TensorView hidden;
   const HeadView& head;

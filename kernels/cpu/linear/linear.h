@@ -20,7 +20,7 @@
 
 namespace logitd::cpu {
 
-// What linear_divergence_training takes besides the memory of the backward: 64 MiB of logits.
+// Memory of linear_divergence_training besides that of the backward: 64 MiB of logits.
 struct DivergenceTrainingScratch {
   AlignedBuffer reference_logits;
   Buffer<float> measured;  // answers of divergence that are not asked for

@@ -73,7 +73,7 @@ Candidates ListAll(const Row& row, const SampleRow& ask, float max, const RowThr
           .last = kLowestKey};
 }
 
-// What may be drawn from a row, by integer weights.
+// The tokens that may be drawn from a row, with integer weights.
 struct Target {
   Candidates tokens;
   uint64_t total;
@@ -95,7 +95,7 @@ struct Weighed {
   uint64_t left = 0;    // the sum of what q leaves
 };
 
-// What q leaves of a weight.
+// A weight less that of q.
 uint64_t LeftOf(uint64_t weight, double share, uint64_t mass) {
   if (share < 1) weight = WeightOfShare(share, weight);
   return weight - std::min(weight, mass);

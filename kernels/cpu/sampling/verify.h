@@ -10,7 +10,7 @@
 
 namespace logitd::cpu {
 
-// What block verification of a sequence has found so far.
+// The state of a sequence's block verification.
 struct BlockChoice {
   double share;         // s of the next row
   double chosen_share;  // s of the chosen row
@@ -27,9 +27,9 @@ struct VerifyScratch {
 // `scratch` belongs to the caller's stream, and stays for its next call.
 void Verify(const VerifyArgs& args, ThreadPool& pool, VerifyScratch& scratch);
 
-// The same where logits come a block of rows at a time. Each pass, from 0 on, goes over all rows in
-// order: calls with those from `first` on, which are all that args.sample.logits has. Everything
-// else is that of the whole call. A block may begin and end inside a sequence.
+// Verifies where logits come a block of rows at a time. Each pass, from 0 on, goes over all rows in
+// order: a call has those from `first` on, and args.sample.logits has no others. The rest of `args`
+// is that of the whole call. A block may begin and end inside a sequence.
 inline int VerifyPasses(const VerifyArgs& args) { return args.blocks ? 2 : 1; }
 void VerifyRows(const VerifyArgs& args, int pass, int64_t first, ThreadPool& pool,
                 VerifyScratch& scratch);

@@ -1,4 +1,4 @@
-// What gradient_chunks.cuh and training.cu, the two ways to the gradients of a head, share.
+// Code of both ways to the gradients of a head, gradient_chunks.cuh and training.cu.
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_BACKWARD_CUH_
 
@@ -67,8 +67,7 @@ __device__ inline int TakeExponent(const Gradient& g, HalfScale* scale) {
   return TakeExponent(most, g.more, scale);
 }
 
-// ---- kernels of both
-// ------------------------------------------------------------------------------
+// ---- kernels of both ---------------------------------------------------------------------------
 
 // The `Row` of the kernels below is any struct with a `use` and an `at`; of StoreKernel also with
 // OfHidden(), the factor from its sums to its d_hidden.

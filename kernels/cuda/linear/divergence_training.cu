@@ -33,7 +33,7 @@ constexpr int kWarps = kThreads / 32;
 
 // ---- losses ------------------------------------------------------------------------------------
 
-// What divergence leaves of a block of rows, and what becomes of it.
+// The answers of divergence for a block of rows, and the losses made of them.
 struct ConcludeArgs {
   DivergenceLoss kind;
   Mixture mixture;
@@ -215,7 +215,7 @@ struct alignas(16) DivergencePlan {
   }
 };
 
-// What the rows of a call share.
+// The arrays of a call, for all its rows.
 struct DivergenceCall {
   const DivergenceRow* rows;
   const float* upstream;
@@ -348,7 +348,7 @@ void PlanRows(Steps& steps, const LinearDivergenceTrainingArgs& args, int64_t fi
                first_at, rows, scale);
 }
 
-// Where G of some rows goes.
+// The place of G of some rows.
 struct GradientPlace {
   KeptMemory memory;
   int64_t row;         // the first one

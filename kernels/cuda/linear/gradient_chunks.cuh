@@ -24,7 +24,7 @@ constexpr int kGroupRows = 64;  // rows of a block of a kernel that makes G
 constexpr int kRowsAhead = 8;   // of these, rows whose logits are loaded together
 static_assert(kGroupRows % kRowsAhead == 0);
 
-// What is differentiated, and where the gradients go.
+// The inputs of a gradient, and the places of its results.
 struct HeadGradients {
   TensorView hidden;
   const HeadView& head;

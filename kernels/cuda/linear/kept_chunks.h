@@ -1,4 +1,4 @@
-// Where training keeps what becomes the gradients G of the logits of all rows, until the products
+// Memory of training for what becomes the gradients G of the logits of all rows, until the products
 // for d_hidden and d_weight have read them: chunk by chunk of the vocabulary, each [rows, chunk],
 // the first ones in scratch, the others in the memory of d_weight. The products take the last chunk
 // first, and the d_weight of a chunk is written over chunks that were taken.

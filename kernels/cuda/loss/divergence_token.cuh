@@ -21,7 +21,7 @@ struct Logprob {
   }
 };
 
-// What makes the Logprob of a row's logits.
+// Makes the Logprob of each of a row's logits.
 struct RowLogprobs {
   float max;
   float scale, scale_low;  // log2(e) / temperature

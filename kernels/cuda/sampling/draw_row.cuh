@@ -163,7 +163,7 @@ __device__ __forceinline__ int TokenOfCells(const Row& row, const uint64_t* cell
   return token;
 }
 
-// The same, called by all threads.
+// The lowest token with a sum of more than target, as TokenOfCells. Called by all threads.
 template <class Row, class Weights = TokenWeights>
 __device__ __noinline__ int TokenByCells(Row row, const uint64_t* cell_sums, uint64_t target,
                                          Weights weigh) {

@@ -4,8 +4,9 @@
 // all rows by their s, and the tokens from the choice. Between passes a thread per sequence goes
 // over its rows.
 //
-// Cost: that of sample on all rows, with block verification three times. A draft with probabilities
-// reads its row two or three times more, from a cache where it fits.
+// Cost: that of sample on all rows; three times in a call where any sequence has block
+// verification. A draft with probabilities reads its row two or three times more, from a cache
+// where it fits. Not measured: the bench has no entry of verify.
 #include "kernels/cuda/sampling/verify.h"
 
 #include "kernels/cuda/launch.cuh"

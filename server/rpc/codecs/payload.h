@@ -22,7 +22,7 @@ struct Payload {
   std::shared_ptr<const arena::Arena> arena = nullptr;
   int64_t arena_offset = 0;
   int64_t arena_stride = 0;
-  // Of OpCodec::copied_inputs: its name in errors, and whether its rows begin at 16-byte borders in
+  // For OpCodec::copied_inputs: the name in errors, and true where rows begin at 16-byte borders in
   // the slab, as those of hidden states do.
   std::string_view field = {};
   bool padded = false;

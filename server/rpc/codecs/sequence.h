@@ -26,7 +26,7 @@ namespace logitd::rpc {
 
 // ---- What later messages inherit. Each returns INVALID_ARGUMENT with field, got, allowed.
 
-// Of a field that the first message gave row by row, and that a later one does not have.
+// The error where the first message gave a field row by row, and a later one does not have it.
 absl::Status RowByRow(std::string_view name);
 
 // A value that a later message may only repeat.
