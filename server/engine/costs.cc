@@ -1,10 +1,15 @@
 #include "server/engine/costs.h"
 
+#include <algorithm>
+
 namespace logitd::engine {
 namespace {
 
 // Share of the past that stays when a slice is added.
 constexpr double kMemory = 0.9;
+
+// A slice counts with at most so many times what its kind's estimate gives it.
+constexpr double kMostOfEstimate = 16;
 
 // Kinds kept. Clients choose vocabularies, so the number of kinds has a bound.
 constexpr size_t kMaxKinds = 1024;
@@ -22,11 +27,13 @@ void Costs::Average::Add(double ns, double of) {
 }
 
 double Costs::Ran(const BatchKey& key, int64_t rows, int64_t payload_bytes, absl::Duration time) {
-  const double ns = absl::ToDoubleNanoseconds(time);
+  double ns = absl::ToDoubleNanoseconds(time);
   MutexLock lock(mutex_);
   if (per_row_.size() >= kMaxKinds) per_row_.clear();
-  per_byte_[key.op].Add(ns, static_cast<double>(payload_bytes));
   Average& average = per_row_[KindOf(key)];
+  const double estimate = average.PerUnit() * static_cast<double>(rows);
+  if (estimate > 0) ns = std::min(ns, kMostOfEstimate * estimate);
+  per_byte_[key.op].Add(ns, static_cast<double>(payload_bytes));
   average.Add(ns, static_cast<double>(rows));
   return average.PerUnit();
 }
