@@ -556,15 +556,15 @@ std::optional<int> ParseConfig(int argc, const char* const* argv, Config* config
       "over "
       "all devices, each of which holds a part; repeatable");
   Add(app, "--head-root", &config->head_root,
-      "Directory that clients may load heads from; without it they cannot load or unload heads")
+      "Directory that clients may load and update heads from; without it they cannot change heads")
       ->type_name("DIR");
   AddSize(
       app, "--max-head-bytes", &config->max_head_bytes, 0,
       "Memory of all heads on each device. 0: on the CPU half of the memory that the process may "
       "use, shared by its devices; on a GPU what the slabs leave");
   app.add_flag("--allow-remote-heads", config->allow_remote_heads,
-               "Clients may load and unload heads although --listen has an address that is not "
-               "local")
+               "Clients may load, update and unload heads although --listen has an address that is "
+               "not local")
       ->envname(EnvironmentName("--allow-remote-heads"));
   AddDoor(app, config);
   AddArenas(app, config);

@@ -180,7 +180,8 @@ absl::Status StartEngine(const Config& config, MakeBackends make_backends, Parts
                                .min_receiving_calls = std::max(2, parts.cores / 2)},
       parts.metrics.get());
   parts.heads = std::make_unique<engine::Heads>(parts.devices, parts.metrics.get(),
-                                                MaxHeadBytes(config, *parts.devices));
+                                                MaxHeadBytes(config, *parts.devices),
+                                                /*first_update=*/absl::ToUnixMicros(absl::Now()));
   absl::StatusOr<std::unique_ptr<engine::Engine>> engine = engine::Engine::Create(
       parts.devices,
       {.streams = config.streams,

@@ -244,7 +244,7 @@ absl::Status HeadUpdate::CopyThroughHost(size_t device, const HeadRows& rows, in
 
 absl::StatusOr<std::shared_ptr<const Head>> HeadUpdate::Commit() {
   HeadInfo info = old_->info();
-  ++info.version;
+  info.version = heads_.NextVersion(*old_);
   info.loaded = absl::Now();
   info.load_time = absl::Nanoseconds(MonotonicNanos() - start_ns_);
   std::optional<HeadView> whole;

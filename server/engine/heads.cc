@@ -102,10 +102,12 @@ Head::Head(std::vector<Copy> copies, HeadInfo info, std::optional<HeadView> whol
   whole_->shard_count = static_cast<int>(shards_.size());
 }
 
-Heads::Heads(std::shared_ptr<const Devices> devices, Metrics* metrics, int64_t max_bytes)
+Heads::Heads(std::shared_ptr<const Devices> devices, Metrics* metrics, int64_t max_bytes,
+             int64_t first_update)
     : devices_(std::move(devices)),
       metrics_(metrics),
       max_bytes_(max_bytes),
+      first_update_(first_update),
       bytes_(std::make_shared<std::vector<std::atomic<int64_t>>>(
           static_cast<size_t>(devices_->count()))) {}
 
@@ -149,7 +151,7 @@ absl::Status Heads::CheckUnused(const std::string& name) const {
   if (!loading_.contains(name)) return absl::OkStatus();
   if (!heads_.contains(name)) {
     return absl::AlreadyExistsError(
-        absl::StrFormat("head %s is being loaded, allowed another name", name));
+        absl::StrFormat("head %s is being loaded or updated, allowed another name", name));
   }
   return absl::AlreadyExistsError(
       absl::StrFormat("head %s is being updated, allowed one update at a time", name));
@@ -217,6 +219,12 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::ClaimUpdate(const std::string
   return it->second;
 }
 
+absl::Status Heads::Refused(absl::Status why, int64_t start_ns) const {
+  const double seconds = static_cast<double>(MonotonicNanos() - start_ns) * 1e-9;
+  if (metrics_ != nullptr) metrics_->CountHeadUpdate(why.code(), seconds);
+  return why;
+}
+
 absl::StatusOr<std::shared_ptr<const Head>> Heads::EndUpdate(
     const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,
     int64_t start_ns) {
@@ -248,7 +256,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
   const int64_t start_ns = MonotonicNanos();
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
   const absl::StatusOr<std::shared_ptr<const Head>> claimed = ClaimUpdate(request.name);
-  if (!claimed.ok()) return claimed.status();
+  if (!claimed.ok()) return Refused(claimed.status(), start_ns);
   const Head& old = **claimed;
   HeadRequest same = request;
   same.final_norm = old.view().norm != nullptr;
@@ -259,7 +267,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
       absl::CancelledError("the update was cancelled before its turn");
   if (in_turn) {
     const absl::Status parts = CheckParts(same.shard);
-    head = parts.ok() ? Read(same, old.info().version + 1, &old, progress) : parts;
+    head = parts.ok() ? Read(same, NextVersion(old), &old, progress) : parts;
     EndTurn();
   }
   return EndUpdate(*claimed, std::move(head), start_ns);
@@ -268,7 +276,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
 absl::StatusOr<std::unique_ptr<HeadUpdate>> Heads::BeginUpdate(const std::string& name) {
   const int64_t start_ns = MonotonicNanos();
   absl::StatusOr<std::shared_ptr<const Head>> old = ClaimUpdate(name);
-  if (!old.ok()) return old.status();
+  if (!old.ok()) return Refused(old.status(), start_ns);
   std::unique_ptr<HeadUpdate> update(new HeadUpdate(this, *std::move(old), start_ns));
   const absl::Status begun = update->Begin();
   if (!begun.ok()) return OfHead(name, begun);

@@ -2,6 +2,7 @@
 #ifndef LOGITD_SERVER_ENGINE_HEADS_H_
 #define LOGITD_SERVER_ENGINE_HEADS_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -33,7 +34,8 @@ struct HeadLayout;
 // A head's description.
 struct HeadInfo {
   std::string name;
-  // From 1. Every update of a name makes it one higher, and so does a load after an unload.
+  // 1 after the first load of a name. An update makes it one higher, and so does a load after an
+  // unload; the first update of a name makes it Heads::first_update, if that is more.
   int64_t version = 1;
   std::string path;          // as the last request with a path gave it
   std::string tensor;        // the weight's name in that file, e.g. "lm_head.weight"
@@ -107,9 +109,10 @@ class Heads {
  public:
   // `metrics` may be null. It and the backends of `devices` outlive this and every Head.
   // `max_bytes`: the most memory that all heads together take on each device, unloaded ones that
-  // jobs still use included.
+  // jobs still use included. `first_update`: updates get no lower version. Another one for each
+  // process keeps an updated version from naming other numbers after a restart.
   Heads(std::shared_ptr<const Devices> devices, Metrics* metrics,
-        int64_t max_bytes = std::numeric_limits<int64_t>::max());
+        int64_t max_bytes = std::numeric_limits<int64_t>::max(), int64_t first_update = 2);
   // With one device.
   Heads(Backend* backend, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max());
@@ -177,6 +180,11 @@ class Heads {
   absl::StatusOr<std::vector<Head::Copy>> Allocate(const std::vector<size_t>& bytes) const;
   // The head, whose name then nobody else loads or updates until EndUpdate.
   absl::StatusOr<std::shared_ptr<const Head>> ClaimUpdate(const std::string& name);
+  int64_t NextVersion(const Head& old) const {
+    return std::max(old.info().version + 1, first_update_);
+  }
+  // Counts an update that did not begin. Returns `why`.
+  absl::Status Refused(absl::Status why, int64_t start_ns) const;
   // Lists `head`, which replaces `old`, if it is OK; counts and logs. Returns it, or its error.
   absl::StatusOr<std::shared_ptr<const Head>> EndUpdate(
       const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,
@@ -192,6 +200,7 @@ class Heads {
   const std::shared_ptr<const Devices> devices_;
   Metrics* const metrics_;
   const int64_t max_bytes_;
+  const int64_t first_update_;
   // Memory by device, of all Head objects and of those in the making. Heads keep it.
   const std::shared_ptr<std::vector<std::atomic<int64_t>>> bytes_;
   mutable Mutex mutex_;

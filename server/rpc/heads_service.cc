@@ -24,6 +24,8 @@ namespace {
 
 constexpr size_t kMaxWaitingLoads = 64;
 constexpr absl::Duration kProgressEvery = absl::Milliseconds(100);
+// A step of an update by leases copies pieces until it has so many bytes.
+constexpr int64_t kStepBytes = int64_t{64} << 20;
 
 v1::DType ToProto(DType dtype) {
   switch (dtype) {
@@ -184,7 +186,7 @@ class ChangeCall : public PlainCall {
     sending_ = false;
     PlainCall::OnWritten();
   }
-  void OnGone() override { Leave(absl::CancelledError("call cancelled")); }
+  void OnGone(const absl::Status& why) override { Leave(why); }
 
   std::shared_ptr<ChangeCall> self() {
     return std::static_pointer_cast<ChangeCall>(shared_from_this());
@@ -241,8 +243,10 @@ class LoadCall final : public ChangeCall {
   v1::LoadHeadRequest request_;
 };
 
-// By a file: as a load. By leases: every message is a step on the thread for leases, during which
-// the next one stays with the peer, and so is what the half-close asks for.
+// By a file: as a load. By leases: a message is one or more steps on the thread for leases, during
+// which the next one stays with the peer, and what the half-close asks for is another step. Between
+// steps other updates have their turn. The next message has message_timeout() from an answer on:
+// the update holds the memory of a second head.
 class UpdateCall final : public ChangeCall {
  public:
   UpdateCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
@@ -263,10 +267,13 @@ class UpdateCall final : public ChangeCall {
 
   // ---- for the loop
   void OnRequest(std::string_view message) override {
+    const bool first = !began_;
     v1::UpdateHeadRequest request;
     absl::Status status = Parse(message, &request);
     if (status.ok()) status = Take(std::move(request));
-    if (!status.ok()) Leave(status);
+    if (status.ok()) return;
+    if (first) environment().metrics->CountHeadUpdate(status.code(), /*seconds=*/0);
+    Leave(status);
   }
   absl::Status Take(v1::UpdateHeadRequest request) {
     const bool first = !began_;
@@ -277,6 +284,10 @@ class UpdateCall final : public ChangeCall {
       return absl::InvalidArgumentError(
           absl::StrFormat("name: got %s, allowed %s, as in the first message, or none",
                           formats::Shown(request.name()), name_));
+    }
+    if (by_file_) {
+      return absl::InvalidArgumentError(
+          "request: got a second message, allowed none after one with a path");
     }
     const bool has_path = !request.path().empty();
     if (has_path && (!first || request.rows_size() > 0)) {
@@ -289,6 +300,7 @@ class UpdateCall final : public ChangeCall {
     }
     by_file_ = has_path;
     request_ = std::move(request);
+    next_piece_ = 0;
     if (by_file_) {
       LOGITD_RETURN_IF_ERROR(environment().heads->CheckUpdate(HeadRequest()));
     }
@@ -300,10 +312,15 @@ class UpdateCall final : public ChangeCall {
     }
     return service().EnqueueFile(self());
   }
-  bool Busy() const override { return working_; }
+  bool Busy() const override { return working_ && !by_file_; }
+  void OnWritten() override {
+    if (!by_file_ && !working_ && !finished()) StartReceiveTimer();
+    ChangeCall::OnWritten();
+  }
   void OnHalfClose() override {
     if (!began_) return PlainCall::OnHalfClose();
     if (by_file_) return;
+    StopReceiveTimer();
     closing_ = true;
     working_ = true;
     service().EnqueueLease(self());
@@ -330,6 +347,7 @@ class UpdateCall final : public ChangeCall {
       return Conclude(status, answer);
     }
     service().StopRunning(*this);
+    if (next_piece_ < request_.rows_size()) return service().EnqueueLease(self());
     working_ = false;
     if (!ended()) return OnLoop([this, answer] { Send(answer); });
     if (working_.exchange(true)) return;  // Leave has enqueued a step
@@ -347,9 +365,10 @@ class UpdateCall final : public ChangeCall {
       if (!head.ok()) return head.status();
       *answer->mutable_head() = Describe(**head);
     } else {
-      for (const v1::HeadRows& rows : request_.rows()) {
+      const int64_t end = update_->done_bytes() + kStepBytes;
+      while (next_piece_ < request_.rows_size() && update_->done_bytes() < end) {
         if (ended()) break;
-        LOGITD_RETURN_IF_ERROR(Write(rows));
+        LOGITD_RETURN_IF_ERROR(Write(request_.rows(next_piece_++)));
       }
     }
     answer->set_done_bytes(update_->done_bytes());
@@ -390,6 +409,7 @@ class UpdateCall final : public ChangeCall {
   bool by_file_ = false;
   std::string name_;
   v1::UpdateHeadRequest request_;      // the last one
+  int next_piece_ = 0;                 // of its rows; those before it are copied
   bool closing_ = false;               // there are no more
   std::atomic<bool> working_ = false;  // the thread has the call, or will have it
   std::unique_ptr<engine::HeadUpdate> update_;
@@ -472,7 +492,7 @@ absl::Status HeadsService::EnqueueFile(const std::shared_ptr<ChangeCall>& call) 
   if ((files_.running != nullptr && same(files_.running)) ||
       std::any_of(files_.waiting.begin(), files_.waiting.end(), same)) {
     return absl::AlreadyExistsError(
-        absl::StrFormat("head %s is being loaded or updated, allowed another name", name));
+        absl::StrFormat("head %s is being loaded or updated, allowed one change at a time", name));
   }
   if (files_.waiting.size() >= kMaxWaitingLoads) {
     return absl::ResourceExhaustedError(absl::StrFormat("waiting loads: got %d already, allowed %d",

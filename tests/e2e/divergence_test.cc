@@ -395,7 +395,7 @@ TEST_F(DivergenceTest, AStreamKeepsBothHeadsWhileOneIsUpdated) {
   EXPECT_EQ(answer.forward_kl(3), whole.forward_kl(13));
   stream->WritesDone();
   EXPECT_TRUE(stream->Finish().ok());
-  EXPECT_EQ(Divergence(all).reference_head_version(), whole.reference_head_version() + 1);
+  EXPECT_GT(Divergence(all).reference_head_version(), whole.reference_head_version());
 }
 
 }  // namespace

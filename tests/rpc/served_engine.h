@@ -63,6 +63,7 @@ class ServedEngine : public ::testing::Test {
                                     .max_request_bytes = max_bytes_,
                                     .head_root = head_root,
                                     .remote_listen = remote_listen,
+                                    .http2 = http2_,
                                     .leases = leases_},
                                    &admission_, engine_.get(), &heads_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
@@ -78,6 +79,7 @@ class ServedEngine : public ::testing::Test {
 
   const int64_t max_bytes_;
   const arena::Leases* leases_ = nullptr;  // of servers that start later
+  http2::ServerOptions http2_;             // likewise
   absl::Mutex mutex_;
   absl::Status device_lost_ ABSL_GUARDED_BY(mutex_);
   FakeBackend backend_;

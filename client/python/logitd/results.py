@@ -364,7 +364,7 @@ class Head:
     loaded_unix_ms: int
     load_ms: int
     head_version: int
-    """1 when it was loaded, and 1 more with every update; a name that is loaded again goes on from its last one."""
+    """1 when it was loaded; an updated head has one that no other server or start of a server gives to other weights."""
     shards: List[HeadShard] = field(default_factory=list)
     """Its parts where it is cut over the devices; empty: each device has all of it."""
     warnings: List[str] = field(default_factory=list)

@@ -67,7 +67,7 @@ void PlainCall::OnHalfClose() {
 
 void PlainCall::OnCancelled(const absl::Status& why) {
   if (code_ == absl::StatusCode::kUnknown) code_ = why.code();
-  OnGone();
+  OnGone(why);
   if (!over()) End(why);
 }
 

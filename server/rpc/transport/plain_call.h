@@ -45,7 +45,8 @@ class PlainCall : public ServerCall {
   // True: a method that takes any number of messages leaves the next one with the peer, until an
   // answer is written.
   virtual bool Busy() const { return false; }
-  virtual void OnGone() {}  // the peer has cancelled or is gone, or the deadline has passed
+  // The peer has cancelled or is gone, or a message or the whole call came too late.
+  virtual void OnGone(const absl::Status& why) {}
 
   // INVALID_ARGUMENT: it is malformed.
   static absl::Status Parse(std::string_view bytes, google::protobuf::MessageLite* message);

@@ -116,7 +116,7 @@ class GrpoTest(ServerTestCase):
         place = arena.empty((VOCAB, HIDDEN))
         place[:] = weight.detach().numpy()
         updated = client.update_head("policy", weight=place, arena=arena)
-        self.assertEqual(updated.head_version, self.version + 1)
+        self.assertGreater(updated.head_version, self.version)
         gain = 0.0
         for hidden, drawn in steps:
             with self.refused(logitd.FailedPrecondition, "head_version"):
