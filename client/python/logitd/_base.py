@@ -47,6 +47,8 @@ def pair_request(
         ) from None
     if reference.rows != rows.rows:
         raise InvalidArgument(f"reference: got {reference.rows} rows, allowed {rows.rows}, as the other input has")
+    if rows.head is None and reference.head is None and reference.width != rows.width:
+        raise InvalidArgument(f"reference_logits: got a vocabulary of {reference.width}, allowed {rows.width}")
     first = {field.name: getattr(rows, field.name) for field in fields(rows)}
     return PairInput(**first, reference=reference), row_params, deadline
 

@@ -145,6 +145,17 @@ def row_input(
     if version != 0 and head is None:
         raise InvalidArgument(f"head_version: got {version} with {name}, allowed with hidden only")
     _arrays.instance("arena", arena, (Arena, CudaArena, type(None)), "an Arena or a CudaArena")
+    return _located(name, value, dtype, arena, head, version)
+
+
+def _located(
+    name: str,
+    value: Any,
+    dtype: Optional[str],
+    arena: Union[Arena, CudaArena, None],
+    head: Optional[str] = None,
+    version: int = 0,
+) -> RowInput:
     if isinstance(arena, CudaArena):
         place, found, shape = arena.find(name, value)
         if dtype not in (None, found):
@@ -165,14 +176,20 @@ def head_rows(
 ) -> List[Dict[str, Any]]:
     """A part of a head as HeadRows: one array for its first rows, or pairs of a first row and an array.
 
-    InvalidArgument: an array that the arena cannot name.
+    InvalidArgument: no such pairs, or an array that the arena cannot name.
     """
     if arena is None:
         raise InvalidArgument(f"{part}: got arrays without an arena, allowed with the arena in which they lie")
+    _arrays.instance("arena", arena, (Arena, CudaArena), "an Arena or a CudaArena")
     pairs = pieces if isinstance(pieces, (list, tuple)) else [(0, pieces)]
     out = []
-    for first, value in pairs:
-        rows = row_input(value, None, None, dtype if part == "weight" else None, arena)
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise InvalidArgument(
+                f"{part}: got a list with {pair!r:.80}, allowed an array, or pairs of a first row and an array"
+            )
+        first, value = _arrays.whole(f"{part}, a first row", pair[0], 0), pair[1]
+        rows = _located(part, value, dtype if part == "weight" else None, arena)
         assert isinstance(rows.data, Place)
         place = {"lease": rows.data.lease, "offset": rows.data.offset, "row_stride": rows.data.row_stride}
         count, width = rows.rows, rows.width
@@ -186,7 +203,7 @@ def head_rows(
                 "part": _PARTS[part],
                 "dtype": _arrays.DTYPES[rows.dtype],
                 "width": width,
-                "first_row": int(first),
+                "first_row": first,
                 "rows": count,
             }
         )

@@ -112,6 +112,8 @@ class DivergenceTest(LeaseTestCase):
                     call(self.logits)
                 with self.refused(logitd.InvalidArgument, "reference: got 59 rows, allowed 60"):
                     call(self.logits, self.reference[1:])
+                with self.refused(logitd.InvalidArgument, "reference_logits: got a vocabulary of 7, allowed 500"):
+                    call(self.logits, self.reference[:, :7])
                 with self.refused(logitd.InvalidArgument, "reference_head: got 'x' with logits"):
                     call(self.logits, self.reference, reference_head="x")
                 with self.refused(logitd.InvalidArgument, "targets: got 59 values, allowed 60 (rows)"):
