@@ -25,7 +25,8 @@ struct DivergenceCell {
 inline constexpr int32_t kDivergenceOnlyX = 1;  // a token is -inf in y only
 inline constexpr int32_t kDivergenceOnlyY = 2;  // a token is -inf in x only
 inline constexpr int32_t kDivergenceNan = 4;    // an element is NaN: the other numbers mean nothing
-inline constexpr int32_t kDivergenceCertain = 8;  // an element is +inf: neither do its sums
+// An element is +inf, or further below the cell's largest than f32 can say: neither do its sums.
+inline constexpr int32_t kDivergenceCertain = 8;
 
 // What the two rows leave; a and b are of the row, in natural units.
 struct DivergenceSums {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
@@ -32,7 +33,11 @@ std::string TextOf(const ParamRange& allowed, bool is_integer, int64_t vocab) {
 
 absl::Status RefuseParam(std::string_view name, double got, bool is_integer, size_t row,
                          const ParamRange& allowed, int64_t vocab) {
-  const std::string value = is_integer ? absl::StrFormat("%.0f", got) : absl::StrFormat("%g", got);
+  std::string value = is_integer ? absl::StrFormat("%.0f", got) : absl::StrFormat("%g", got);
+  float shown;  // six digits may show a value beyond a bound as the bound
+  if (!is_integer && absl::SimpleAtof(value, &shown) && shown != static_cast<float>(got)) {
+    value = absl::StrFormat("%.9g", got);
+  }
   return absl::InvalidArgumentError(absl::StrFormat("%s: got %s at row %d, allowed %s", name, value,
                                                     row, TextOf(allowed, is_integer, vocab)));
 }

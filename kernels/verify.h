@@ -79,7 +79,8 @@ struct VerifySequence {
 // double; a q that is NaN or negative counts as 0, one above 1 as 1. A greedy row has W = 2^43 for
 // its one token. d is accepted where floor(CoinBits(seed, position) Q_d / 2^64) < W_d. Else, with
 // R_i = max(W_i - Q_i, 0), the token is the lowest i with sum_{j <= i} R_j >
-// floor(UniformBits(seed, position) sum R / 2^64); where sum R is 0, W takes the place of R.
+// floor(UniformBits(seed, position) sum R / 2^64); where sum R is 0, W takes the place of R, and if
+// the token is then d, the draft counts as accepted.
 //
 // Block verification: s is a double. s_i = min(1, t / Q_d), with t = s_(i-1) W_d, each operation
 // rounded; 0 where t is 0, else 1 where Q_d is 0. R_j = max(s_i W_j - Q_j, 0), with the product

@@ -121,6 +121,10 @@ DivergenceCell SumCells(const T* HWY_RESTRICT x, const T* HWY_RESTRICT y, const 
         only_y = hn::Or(only_y, hn::AndNot(has_x, has_y));
         is_nan = hn::Or(is_nan, hn::Or(hn::IsNaN(vx[u]), hn::IsNaN(vy[u])));
         is_certain = hn::Or(is_certain, hn::Or(hn::Eq(vx[u], inf), hn::Eq(vy[u], inf)));
+        // Logits of a cell that are more than f32's largest number apart.
+        const VF x_below = hn::Sub(vx[u], x_base), y_below = hn::Sub(vy[u], y_base);
+        is_certain = hn::Or(is_certain, hn::And(has_x, hn::Eq(x_below, minus_inf)));
+        is_certain = hn::Or(is_certain, hn::And(has_y, hn::Eq(y_below, minus_inf)));
         AddPairWithCare(a, b, has_x, has_y, sums[u]);
       } else {
         AddPair(a, b, sums[u]);

@@ -61,6 +61,9 @@ __device__ DivergenceCell SumPair(const LaneCell<T>& x, const LaneCell<T>& y, fl
       if (has_x != has_y) found |= has_x ? kDivergenceOnlyX : kDivergenceOnlyY;
       if (isnan(x[e]) || isnan(y[e])) found |= kDivergenceNan;
       if (x[e] == kInfinity || y[e] == kInfinity) found |= kDivergenceCertain;
+      // Logits of a cell that are more than f32's largest number apart.
+      if (has_x && x[e] - x_base == -kInfinity) found |= kDivergenceCertain;
+      if (has_y && y[e] - y_base == -kInfinity) found |= kDivergenceCertain;
       sums.AddWithCare(a, b, has_x, has_y);
     } else {
       sums.Add(a, b);
