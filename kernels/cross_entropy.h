@@ -115,8 +115,7 @@ struct CrossEntropyAnswers {
 // -target_logprob. So target_logprob has the bits of the processed log-probability that `sample`
 // reports on the same backend for that token of the same logits at the same temperature, where the
 // row has no edits, a filter is on or it is greedy, its highest logit is in its support, and all of
-// the support comes back. That also holds between linear_sample and linear_cross_entropy on a head
-// that is not sharded.
+// the support comes back. That also holds between linear_sample and linear_cross_entropy.
 //
 // A row's bits depend only on that row and what it asks for: not on the batch, its place in it, the
 // row stride, the alignment, the stream or what other rows want. Bits may differ between backends,

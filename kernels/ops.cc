@@ -30,6 +30,7 @@ std::string_view NameOf(const Op& op) {
                                          "linear_cross_entropy's targets",
                                          "linear_cross_entropy on a shard",
                                          "linear_cross_entropy on shards",
+                                         "linear_cross_entropy of supports on shards",
                                          "linear_cross_entropy_backward on a shard",
                                          "linear_cross_entropy_backward on shards",
                                          "logits of a shard",

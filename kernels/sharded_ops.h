@@ -1,17 +1,20 @@
 // The linear ops of a ShardedStream, for devices of any kind: rows of a call go through the
 // partials of all devices, an exchange and a merge (kernels/shards.h), as many at a time as there
-// is room for.
+// is room for. Where the merge takes logits, devices may exchange them in ways of their own.
 #ifndef LOGITD_KERNELS_SHARDED_OPS_H_
 #define LOGITD_KERNELS_SHARDED_OPS_H_
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <type_traits>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kernels/ops.h"
 #include "kernels/sharded_stream.h"
@@ -24,6 +27,7 @@ namespace logitd {
 // extra ids that those name. Null: not read.
 struct ShardInputs {
   TensorView hidden;
+  TensorView second_hidden;  // of another head
   const void* rows = nullptr;
   size_t row_size = 0;
   const int32_t* extra_ids = nullptr;
@@ -37,6 +41,20 @@ struct ShardPlace {
   ShardInputs inputs;
   std::byte* blocks;  // of all shards; it writes its own
   float* targets;     // [shards, rows]; likewise
+};
+
+// Hidden states of a head, which is cut over the devices, or whole on the first one.
+struct HeadStates {
+  TensorView hidden;
+  HeadView head;
+};
+using StatesList = absl::InlinedVector<HeadStates, 2>;  // of one vocabulary, and one or two
+
+// The logits of as many hidden states as the first device has them.
+struct ExchangedLogits {
+  SamplePartialShape shape;           // of those that are in blocks, in their order
+  const std::byte* blocks = nullptr;  // null: none are
+  std::array<TensorView, 2> whole;    // f32 [rows, vocab]; null where they are in blocks
 };
 
 class ShardedOps : public ShardedStream {
@@ -76,17 +94,22 @@ class ShardedOps : public ShardedStream {
   // Not OK: a device hangs. The answer of all calls then.
   virtual const absl::Status& hung() const = 0;
 
-  // Rows that there is room for at once. `row_bytes`: of one row's blocks, those of all shards.
-  virtual int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t max_extra) = 0;
-  // Before the parts of a step, whose blocks have `block_bytes` each.
-  virtual absl::Status BeginStep(const ShardInputs& inputs, size_t block_bytes) = 0;
+  // Rows that there is room for at once. `row_bytes`: of what blocks() has of one row; `inputs`
+  // says what is read.
+  virtual int64_t RowsAtOnce(size_t row_bytes, const ShardInputs& inputs) = 0;
+  // Before the parts of a step, for which blocks() has `bytes`.
+  virtual absl::Status BeginStep(const ShardInputs& inputs, size_t bytes) = 0;
   // Runs the part on all devices, at the same time. `again`: the inputs are those of the last part.
   virtual absl::Status OnAll(const ShardInputs& inputs, bool again, const Part& part) = 0;
   // Later work of the first device has the blocks of all devices, or their targets, each of
   // `bytes`.
   virtual absl::Status ExchangeBlocks(size_t bytes) = 0;
   virtual absl::Status ExchangeTargets(size_t bytes) = 0;
-  virtual const std::byte* blocks() const = 0;  // of all shards, on the first device
+  virtual std::byte* blocks() const = 0;  // of all shards, on the first device
+  // What blocks() has of a row where logits are exchanged, and the exchange: rows that there is
+  // room for. Incomplete where the work is abandoned.
+  virtual size_t LogitsBytes(const StatesList& states) const;
+  virtual absl::StatusOr<ExchangedLogits> ExchangeLogits(const StatesList& states);
 
   virtual absl::Status Backward(const LinearCrossEntropyBackwardArgs& args,
                                 const ShardGradient* shards) = 0;
@@ -112,6 +135,16 @@ class ShardedOps : public ShardedStream {
     return OnShards<LinearSamplePartialArgs, LinearSampleMergeArgs>(args.hidden, args.head, shape,
                                                                     args.sample);
   }
+  // The losses of rows that have supports, and of rows that are left out.
+  absl::Status SupportedLosses(const LinearCrossEntropyArgs& args) {
+    return OnLogits({{args.hidden, args.head}}, [&](int64_t first, const ExchangedLogits& logits) {
+      LinearSupportMergeArgs merge = {.shape = logits.shape,
+                                      .blocks = logits.blocks,
+                                      .cross_entropy = RowsFrom(args.cross_entropy, first)};
+      merge.cross_entropy.logits = logits.whole[0];
+      return OfShard(0, lead().Run(merge));
+    });
+  }
   // `totals`: as in LossPartialShape.
   absl::Status Losses(const LinearCrossEntropyArgs& args, bool totals, int32_t max_extra) {
     const LossPartialShape shape = {.shards = ShardsOf(args.head),
@@ -130,11 +163,10 @@ class ShardedOps : public ShardedStream {
                         const Args& args) {
     constexpr bool kHasRows = requires(PartialArgs partial) { partial.rows; };
     constexpr bool kIsLoss = std::is_same_v<Args, CrossEntropyArgs>;
-    ShardInputs inputs;
+    ShardInputs inputs = {.hidden = hidden};
     if constexpr (kIsLoss) inputs.max_extra = shape.max_extra;
     shape.rows = 1;
-    const int64_t most =
-        RowsAtOnce(shape.bytes() * static_cast<size_t>(count()), hidden, inputs.max_extra);
+    const int64_t most = RowsAtOnce(shape.bytes() * static_cast<size_t>(count()), inputs);
     for (int64_t first = 0; first < hidden.rows && !IsAbandoned(); first += most) {
       shape.rows = std::min(most, hidden.rows - first);
       const Args part = RowsFrom(args, first);
@@ -148,7 +180,7 @@ class ShardedOps : public ShardedStream {
         if (shape.max_extra > 0) inputs.extra_ids = part.extra_ids;
         ranks = (shape.want & kWantRank) != 0;
       }
-      LOGITD_RETURN_IF_ERROR(BeginStep(inputs, shape.bytes()));
+      LOGITD_RETURN_IF_ERROR(BeginStep(inputs, shape.bytes() * static_cast<size_t>(count())));
       if (ranks) LOGITD_RETURN_IF_ERROR(Targets(inputs, head));
       LOGITD_RETURN_IF_ERROR(OnAll(inputs, /*again=*/ranks, [=](const ShardPlace& at) {
         PartialArgs partial = {.hidden = at.inputs.hidden,
@@ -170,6 +202,32 @@ class ShardedOps : public ShardedStream {
       LOGITD_RETURN_IF_ERROR(OfShard(0, lead().Run(MergeArgs{shape, blocks(), part})));
     }
     return absl::OkStatus();
+  }
+
+  // Calls run(first row, logits) for as many rows at a time as there is room for.
+  template <class Run>
+  absl::Status OnLogits(const StatesList& states, const Run& run) {
+    const int64_t all = states.front().hidden.rows;
+    const int64_t most = RowsAtOnce(LogitsBytes(states), InputsOf(states));
+    for (int64_t first = 0; first < all && !IsAbandoned(); first += most) {
+      StatesList part = states;
+      for (HeadStates& of : part) of.hidden = RowsOf(of.hidden, first, std::min(most, all - first));
+      const absl::StatusOr<ExchangedLogits> logits = ExchangeLogits(part);
+      if (!logits.ok()) return logits.status();
+      if (IsAbandoned()) break;
+      LOGITD_RETURN_IF_ERROR(run(first, *logits));
+    }
+    return absl::OkStatus();
+  }
+
+  // The hidden states that all devices read: those of sharded heads.
+  static ShardInputs InputsOf(const StatesList& states) {
+    ShardInputs inputs;
+    for (const HeadStates& of : states) {
+      if (of.head.shards == nullptr) continue;
+      (inputs.hidden.data == nullptr ? inputs.hidden : inputs.second_hidden) = of.hidden;
+    }
+    return inputs;
   }
 
  private:
@@ -194,7 +252,61 @@ class ShardedOps : public ShardedStream {
         }));
     return ExchangeTargets(static_cast<size_t>(rows) * sizeof(float));
   }
+
+  // The shape of the blocks of sharded heads.
+  SamplePartialShape ShapeOf(const StatesList& states, int64_t rows) const {
+    const auto cut = std::count_if(states.begin(), states.end(),
+                                   [](const HeadStates& of) { return of.head.shards != nullptr; });
+    return {.shards = ShardsOf(states.front().head), .rows = rows, .inputs = static_cast<int>(cut)};
+  }
 };
+
+// The logits of whole heads are after the blocks.
+inline size_t ShardedOps::LogitsBytes(const StatesList& states) const {
+  const SamplePartialShape shape = ShapeOf(states, 1);
+  const size_t whole = states.size() - static_cast<size_t>(shape.inputs);
+  return shape.bytes() * static_cast<size_t>(count()) +
+         whole * static_cast<size_t>(shape.shards.vocab) * sizeof(float);
+}
+
+inline absl::StatusOr<ExchangedLogits> ShardedOps::ExchangeLogits(const StatesList& states) {
+  const int64_t rows = states.front().hidden.rows;
+  ExchangedLogits to = {.shape = ShapeOf(states, rows)};
+  const ShardInputs inputs = InputsOf(states);
+  LOGITD_RETURN_IF_ERROR(BeginStep(inputs, static_cast<size_t>(rows) * LogitsBytes(states)));
+  LOGITD_RETURN_IF_ERROR(
+      OnAll(inputs, /*again=*/false, [states, shape = to.shape](const ShardPlace& at) {
+        std::byte* const block = at.blocks + static_cast<size_t>(at.shard) * shape.bytes();
+        int input = 0;
+        for (const HeadStates& of : states) {
+          if (of.head.shards == nullptr) continue;
+          LOGITD_RETURN_IF_ERROR(at.stream.Run(LinearSamplePartialArgs{
+              .hidden = input == 0 ? at.inputs.hidden : at.inputs.second_hidden,
+              .head = of.head.shards[at.shard],
+              .shard = at.shard,
+              .shape = shape,
+              .input = input,
+              .block = block}));
+          ++input;
+        }
+        return absl::OkStatus();
+      }));
+  if (IsAbandoned()) return to;
+  to.blocks = blocks();
+  const VocabShards one = {.vocab = to.shape.shards.vocab, .count = 1};
+  for (size_t i = 0; i < states.size(); ++i) {  // at most one is whole
+    if (states[i].head.shards != nullptr) continue;
+    std::byte* const at = blocks() + to.shape.bytes() * static_cast<size_t>(count());
+    LOGITD_RETURN_IF_ERROR(
+        OfShard(0, lead().Run(LinearSamplePartialArgs{.hidden = states[i].hidden,
+                                                      .head = states[i].head,
+                                                      .shape = {.shards = one, .rows = rows},
+                                                      .block = at})));
+    to.whole[i] = {at, DType::kF32, rows, one.vocab, one.vocab};
+  }
+  LOGITD_RETURN_IF_ERROR(ExchangeBlocks(to.shape.bytes()));
+  return to;
+}
 
 }  // namespace logitd
 

@@ -204,22 +204,27 @@ class HostShardedStream final : public ShardedOps {
   int count() const override { return static_cast<int>(streams().size()); }
   Stream& lead() override { return *streams().front(); }
   const absl::Status& hung() const override { return hung_; }
-  const std::byte* blocks() const override { return shared_->blocks.Get(0); }
+  std::byte* blocks() const override { return shared_->blocks.Get(0); }
 
-  int64_t RowsAtOnce(size_t row_bytes, const TensorView&, int32_t) override {
+  int64_t RowsAtOnce(size_t row_bytes, const ShardInputs&) override {
     const auto most = static_cast<int64_t>(kMostBlockBytes / row_bytes);
     return most >= kRowStep ? most / kRowStep * kRowStep : std::max<int64_t>(1, most);
   }
-  absl::Status BeginStep(const ShardInputs& inputs, size_t block_bytes) override {
-    shared_->blocks.Get(block_bytes * streams().size());
+  absl::Status BeginStep(const ShardInputs& inputs, size_t bytes) override {
+    shared_->blocks.Get(bytes);
     shared_->targets.Get(static_cast<size_t>(inputs.hidden.rows) * streams().size() *
                          sizeof(float));
     return absl::OkStatus();
   }
   absl::Status ExchangeBlocks(size_t) override { return absl::OkStatus(); }
   absl::Status ExchangeTargets(size_t) override { return absl::OkStatus(); }
-
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
+    const bool supported = args.cross_entropy.max_support > 0;
+    if (!supported || !args.cross_entropy.all_supported)
+      LOGITD_RETURN_IF_ERROR(WholeLossesOf(args));
+    return supported ? SupportedLosses(args) : absl::OkStatus();
+  }
+  absl::Status WholeLossesOf(const LinearCrossEntropyArgs& args) {
     bool totals = false;
     int32_t max_extra = 0;
     for (int64_t r = 0; r < args.hidden.rows; ++r) {

@@ -58,7 +58,7 @@ struct ShardedTrainingArgs {
 // Each op runs the partial on all devices at the same time, gathers the blocks and merges them on
 // the first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA).
 //
-// It also runs the two ops below, which make gradients; ops without a head are UNIMPLEMENTED.
+// It also runs the two ops below, which make gradients; others are UNIMPLEMENTED.
 //
 // A device that fails or hangs does not hold up the others: the op, or on CUDA Wait, ends with the
 // status of the first that failed, and FailedShards names it; on CUDA a fault may show in a call

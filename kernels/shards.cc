@@ -79,13 +79,16 @@ LossPartials LossPartialShape::Of(const std::byte* blocks, int shard) const {
   return At(const_cast<std::byte*>(BlockOf(blocks, shard, bytes())));
 }
 
-size_t SamplePartialShape::bytes() const {
+size_t SamplePartialShape::input_bytes() const {
   Block block(nullptr);
   block.Next<float>(rows * shards.most_tokens());
   return block.bytes();
 }
-const float* SamplePartialShape::Of(const std::byte* blocks, int shard) const {
-  return reinterpret_cast<const float*>(BlockOf(blocks, shard, bytes()));
+float* SamplePartialShape::At(std::byte* block, int input) const {
+  return reinterpret_cast<float*>(block + static_cast<size_t>(input) * input_bytes());
+}
+const float* SamplePartialShape::Of(const std::byte* blocks, int shard, int input) const {
+  return At(const_cast<std::byte*>(BlockOf(blocks, shard, bytes())), input);
 }
 
 }  // namespace logitd

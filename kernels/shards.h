@@ -126,15 +126,20 @@ struct LinearTopKMergeArgs {
 // ---- linear_sample
 //
 // What a row may be drawn from depends on edits, filters and a random number, so its logits are
-// exchanged: 4 bytes for each row and token. For many rows, send them in several calls.
+// exchanged: 4 bytes for each row and token. For many rows, send them in several calls. The
+// same partial serves linear_cross_entropy of rows with supports, whose merge is another one.
 
 struct SamplePartialShape {
   VocabShards shards;
   int64_t rows = 0;
+  int inputs = 1;  // 2: a block has the logits of both inputs of an op with two
 
-  size_t bytes() const;  // of a block: f32 logits [rows, shards.most_tokens()]
+  // A block: for each input, from a 16-byte border on, f32 logits [rows, shards.most_tokens()].
+  size_t input_bytes() const;
+  size_t bytes() const { return static_cast<size_t>(inputs) * input_bytes(); }
+  float* At(std::byte* block, int input) const;
   // The logits of one shard in `blocks`, those of all shards.
-  const float* Of(const std::byte* blocks, int shard) const;
+  const float* Of(const std::byte* blocks, int shard, int input = 0) const;
 };
 
 struct LinearSamplePartialArgs {
@@ -142,6 +147,7 @@ struct LinearSamplePartialArgs {
   HeadView head;      // the shard's
   int shard = 0;      // its index
   SamplePartialShape shape;
+  int input = 0;               // the one of shape.inputs that is written
   std::byte* block = nullptr;  // [shape.bytes()], 16-byte aligned
 };
 
@@ -152,6 +158,9 @@ struct LinearSampleMergeArgs {
 };
 
 // ---- linear_cross_entropy
+//
+// Rows with supports go another way, see below; partials and merges of the others may write
+// anything for them.
 
 struct LossPartials {
   float* max;     // [rows, most_cells]: as in TopKPartials, of the logits before the temperature
@@ -217,6 +226,16 @@ struct LinearCrossEntropyMergeArgs {
   LossPartialShape shape;
   const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
   CrossEntropyArgs cross_entropy;     // rows as in the partial; its logits are ignored
+};
+
+// Rows with supports have the logits of linear_sample, whose partial this merge takes, after the
+// other one where there are other rows too. Writes the answers of rows that have supports or are
+// left out.
+struct LinearSupportMergeArgs {
+  SamplePartialShape shape;
+  // [shards, shape.bytes()], 16-byte aligned; null: `cross_entropy` has the logits, in f32.
+  const std::byte* blocks = nullptr;
+  CrossEntropyArgs cross_entropy;
 };
 
 }  // namespace logitd

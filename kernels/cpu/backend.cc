@@ -77,6 +77,7 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::LinearCrossEntropyTargets),
     Function(&cpu::LinearCrossEntropyPartial),
     Function(&cpu::CrossEntropyMerge),
+    Function(&cpu::LinearSupportMerge),
     Function(&cpu::LinearCrossEntropyBackwardPartial),
     Function(&cpu::LinearCrossEntropyBackwardMerge),
 };

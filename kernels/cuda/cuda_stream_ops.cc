@@ -53,6 +53,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&LinearCrossEntropyTargets, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyPartial, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyMerge),
+    Launcher(&LinearSupportMerge),
     Launcher(&LinearCrossEntropyBackwardPartial, LinearOp::kGradients),
     Launcher(&LinearCrossEntropyBackwardMerge),
     Launcher(&ShardLogits, LinearOp::kTokens),

@@ -39,6 +39,11 @@ constexpr absl::Duration kJoinFor = absl::Seconds(30);
 // After an error of one the others get at least as long, also at the start of the stream.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
 
+// What the first device has of the head.
+const HeadView& PartOf(const HeadView& head) {
+  return head.shards == nullptr ? head : head.shards[0];
+}
+
 }  // namespace
 
 ShardCall::ShardCall(Kind of, const TensorView& states, const HeadView& head, int32_t max_k,
@@ -49,8 +54,8 @@ ShardCall::ShardCall(Kind of, const TensorView& states, const HeadView& head, in
       hidden(head.hidden()),
       rows_bits(std::bit_width(static_cast<uint64_t>(states.rows))),
       k_bits(std::bit_width(static_cast<uint32_t>(max_k))),
-      bias(head.shards->bias != nullptr),
-      norm(head.shards->norm != nullptr),
+      bias(PartOf(head).bias != nullptr),
+      norm(PartOf(head).norm != nullptr),
       softcap(head.softcap > 0),
       options(of_kind) {}
 
@@ -196,9 +201,8 @@ void ShardDevices::Free(int shard) {
 
 // ---- calls
 
-int64_t ShardDevices::RowsAtOnce(size_t row_bytes, const TensorView& hidden,
+int64_t ShardDevices::RowsAtOnce(size_t row_bytes, size_t hidden_bytes,
                                  int32_t packed_extras) const {
-  const size_t hidden_bytes = static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
   const size_t target_bytes = sizeof(float) * devices_.size();
   const auto most = static_cast<int64_t>(std::min(
       {kBlockBytes / row_bytes, kHiddenBytes / hidden_bytes, kTargetBytes / target_bytes,

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -31,7 +32,7 @@ namespace logitd::cuda {
 
 // What chooses the kernels of a call, sizes as powers of two.
 struct ShardCall {
-  enum class Kind : uint8_t { kTopK, kSample, kLosses, kBackward, kTraining };
+  enum class Kind : uint8_t { kTopK, kSample, kLosses, kSupports, kBackward, kTraining };
 
   Kind kind;
   DType dtype;
@@ -96,16 +97,21 @@ class ShardDevices {
   VocabShards ShardsOf(const HeadView& head) const {
     return {.vocab = head.vocab(), .count = count()};
   }
-  const std::byte* blocks() const { return devices_.front().blocks; }  // of all shards
+  std::byte* blocks() const { return devices_.front().blocks; }  // of all shards
   // Rows that an exchange, and what inputs are packed in, have room for. `row_bytes`: of what is
-  // exchanged for a row, by all devices; `packed_extras`: extra ids of a row that are packed.
-  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t packed_extras = 0) const;
+  // exchanged for a row, by all devices; `hidden_bytes`: of a row's hidden states; `packed_extras`:
+  // extra ids of a row that are packed.
+  int64_t RowsAtOnce(size_t row_bytes, size_t hidden_bytes, int32_t packed_extras = 0) const;
 
-  // Before and after what enqueues a call. One of a new kind may have to load kernels, which may
-  // wait for all that a device has: it waits on the host, which knows how to give up.
-  void Begin(const ShardCall& call) { waits_on_host_ = !seen_.contains(call); }
-  void Know(const ShardCall& call) {
-    if (waits_on_host_) seen_.insert(call);
+  // Before and after what enqueues a call, which may be as many as it has heads. One of a new kind
+  // may have to load kernels, which may wait for all that a device has: it waits on the host, which
+  // knows how to give up.
+  void Begin(absl::Span<const ShardCall> calls) {
+    waits_on_host_ = std::any_of(calls.begin(), calls.end(),
+                                 [this](const ShardCall& call) { return !seen_.contains(call); });
+  }
+  void Know(absl::Span<const ShardCall> calls) {
+    if (waits_on_host_) seen_.insert(calls.begin(), calls.end());
   }
 
   // Enqueues part(shard) on all devices, after what the first one has so far.

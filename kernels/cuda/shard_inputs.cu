@@ -39,15 +39,19 @@ const std::byte* Bytes(const void* data) { return static_cast<const std::byte*>(
 struct Packed {
   explicit Packed(const ShardInputs& of)
       : hidden_bytes(HiddenBytes(of.hidden)),
+        second_bytes(HiddenBytes(of.second_hidden)),
         row_bytes(static_cast<size_t>(of.hidden.rows) * of.row_size),
-        rows(ToBorder(hidden_bytes)),
+        second(ToBorder(hidden_bytes)),
+        rows(second + ToBorder(second_bytes)),
         extras(rows + ToBorder(row_bytes)),
         end(extras + (of.extra_ids == nullptr
                           ? 0
                           : static_cast<size_t>(of.hidden.rows * of.max_extra) * 4)) {}
 
   size_t hidden_bytes;
+  size_t second_bytes;
   size_t row_bytes;
+  size_t second;
   size_t rows;
   size_t extras;
   size_t end;
@@ -61,8 +65,12 @@ absl::Status Pack(const ShardInputs& inputs, ShardDevices& devices) {
   LOGITD_RETURN_IF_ERROR(OfShard(0, lead.BeginOps()));
   std::byte* const to = devices.at(0).inputs;
   const Packed packed(inputs);
-  RowsCopy copies[2] = {OneRow(to, Bytes(inputs.hidden.data), packed.hidden_bytes)};
+  RowsCopy copies[3] = {OneRow(to, Bytes(inputs.hidden.data), packed.hidden_bytes)};
   size_t copied = 1;
+  if (packed.second_bytes > 0) {
+    copies[copied++] =
+        OneRow(to + packed.second, Bytes(inputs.second_hidden.data), packed.second_bytes);
+  }
   cudaError_t error = cudaSuccess;
   if (inputs.extra_ids != nullptr) {
     error = LaunchKernel(
@@ -88,15 +96,18 @@ absl::Status Bring(int shard, ShardDevices& devices, ShardInputs& inputs) {
     MoveTo(shard, devices, inputs);
     return absl::OkStatus();
   }
-  RowsCopy copies[2];
+  RowsCopy copies[3];
   size_t count = 0;
-  if (packed.hidden_bytes <= kKernelCopyBytes) {
-    copies[count++] = OneRow(at, Bytes(inputs.hidden.data), packed.hidden_bytes);
-  } else {
-    LOGITD_RETURN_IF_ERROR(ToStatus(
-        cudaMemcpyAsync(at, inputs.hidden.data, packed.hidden_bytes, cudaMemcpyDefault, to),
-        "copy hidden states"));
-  }
+  const auto bring = [&](std::byte* place, const void* hidden, size_t bytes) {
+    if (bytes > kKernelCopyBytes) {
+      return ToStatus(cudaMemcpyAsync(place, hidden, bytes, cudaMemcpyDefault, to),
+                      "copy hidden states");
+    }
+    if (bytes > 0) copies[count++] = OneRow(place, Bytes(hidden), bytes);
+    return absl::OkStatus();
+  };
+  LOGITD_RETURN_IF_ERROR(bring(at, inputs.hidden.data, packed.hidden_bytes));
+  LOGITD_RETURN_IF_ERROR(bring(at + packed.second, inputs.second_hidden.data, packed.second_bytes));
   if (inputs.rows != nullptr)
     copies[count++] = OneRow(at + packed.rows, Bytes(inputs.rows), packed.row_bytes);
   MoveTo(shard, devices, inputs);
@@ -109,6 +120,7 @@ void MoveTo(int shard, ShardDevices& devices, ShardInputs& inputs) {
   std::byte* const at = devices.at(shard).inputs;
   const Packed packed(inputs);
   inputs.hidden.data = at;
+  if (packed.second_bytes > 0) inputs.second_hidden.data = at + packed.second;
   if (inputs.rows != nullptr) inputs.rows = at + packed.rows;
   if (inputs.extra_ids != nullptr && !devices.by_peers())
     inputs.extra_ids = reinterpret_cast<const int32_t*>(at + packed.extras);

@@ -19,8 +19,9 @@ inline size_t ToBorder(size_t bytes) {
   return (bytes + kBorder - 1) / kBorder * kBorder;
 }
 
-// Bytes of ShardInputs.
+// Bytes of hidden states; 0: none.
 inline size_t HiddenBytes(const TensorView& hidden) {
+  if (hidden.data == nullptr) return 0;
   return (static_cast<size_t>(hidden.rows - 1) * static_cast<size_t>(hidden.row_stride) +
           static_cast<size_t>(hidden.cols)) *
          SizeOf(hidden.dtype);

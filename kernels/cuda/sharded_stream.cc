@@ -11,9 +11,9 @@
 //
 //   kPeers   The kernels of a partial write the block into the first device's memory, and a signal
 //            tells it so: no kernel spins. Logits are stored in place of a block for linear_topk
-//            and linear_sample while they are few. They go to their place in a matrix of the whole
-//            vocabulary, on which the first device runs the op that takes logits. The stores
-//            overlap the product, and there are fewer kernels after it.
+//            while they are few, and where a block is logits. They go to their place in a matrix of
+//            the whole vocabulary, on which the first device runs the op that takes logits. The
+//            stores overlap the product, and there are fewer kernels after it.
 //   kNccl    Each device writes the block into its own memory, and one all-gather brings all blocks
 //            to all devices. The first device packs what the others need of a call, and a copy
 //            brings it to each, through the host where there is no other way.
@@ -43,6 +43,7 @@
 #include <memory>
 
 #include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
 #include "kernels/cuda/shard_devices.h"
 #include "kernels/cuda/shard_inputs.h"
 #include "kernels/cuda/sharded_gradients.h"
@@ -79,10 +80,14 @@ class CudaShardedStream final : public ShardedOps {
   Stream& lead() override { return devices_.lead(); }
   int count() const override { return devices_.count(); }
   const absl::Status& hung() const override { return devices_.hung(); }
-  const std::byte* blocks() const override { return devices_.blocks(); }
+  std::byte* blocks() const override { return devices_.blocks(); }
 
-  int64_t RowsAtOnce(size_t row_bytes, const TensorView& hidden, int32_t max_extra) override {
-    return devices_.RowsAtOnce(row_bytes, hidden, devices_.by_peers() ? 0 : max_extra);
+  int64_t RowsAtOnce(size_t row_bytes, const ShardInputs& inputs) override {
+    const auto row = [](const TensorView& hidden) {
+      return static_cast<size_t>(hidden.row_stride) * SizeOf(hidden.dtype);
+    };
+    return devices_.RowsAtOnce(row_bytes, row(inputs.hidden) + row(inputs.second_hidden),
+                               devices_.by_peers() ? 0 : inputs.max_extra);
   }
   absl::Status BeginStep(const ShardInputs& inputs, size_t) override {
     return Pack(inputs, devices_);
@@ -106,88 +111,123 @@ class CudaShardedStream final : public ShardedOps {
     return devices_.Exchange(&Device::targets, bytes);
   }
 
+  // By kPeers the logits of a head are a matrix of the first device.
+  size_t LogitsBytes(const StatesList& states) const override {
+    if (!devices_.by_peers()) return ShardedOps::LogitsBytes(states);
+    return states.size() * LogitsRowBytes(states.front().head);
+  }
+  absl::StatusOr<ExchangedLogits> ExchangeLogits(const StatesList& states) override {
+    if (!devices_.by_peers()) return ShardedOps::ExchangeLogits(states);
+    const HeadView& head = states.front().head;
+    const int64_t rows = states.front().hidden.rows;
+    const int64_t stride = LogitsStride(head);
+    const size_t matrix_bytes = ToBorder(static_cast<size_t>(rows) * LogitsRowBytes(head));
+    ExchangedLogits to = {.shape = {.shards = ShardsOf(head), .rows = rows}};
+    for (size_t i = 0; i < states.size(); ++i)
+      to.whole[i] = {blocks() + i * matrix_bytes, DType::kF32, rows, head.vocab(), stride};
+    // Whole heads are the first device's part.
+    LOGITD_RETURN_IF_ERROR(OnAll(InputsOf(states), /*again=*/false, [&](const ShardPlace& at) {
+      bool is_second = false;
+      for (size_t i = 0; i < states.size(); ++i) {
+        const HeadStates& of = states[i];
+        const bool is_whole = of.head.shards == nullptr;
+        if (is_whole && at.shard > 0) continue;
+        ShardLogitsArgs part = {.hidden = of.hidden,
+                                .head = is_whole ? of.head : of.head.shards[at.shard],
+                                .shard = at.shard,
+                                .shards = {.vocab = head.vocab(), .count = is_whole ? 1 : count()},
+                                .logits = reinterpret_cast<float*>(blocks() + i * matrix_bytes),
+                                .stride = stride};
+        if (!is_whole) {
+          part.hidden = is_second ? at.inputs.second_hidden : at.inputs.hidden;
+          is_second = true;
+        }
+        LOGITD_RETURN_IF_ERROR(at.stream.Run(part));
+      }
+      return absl::OkStatus();
+    }));
+    LOGITD_RETURN_IF_ERROR(ExchangeBlocks(0));
+    return to;
+  }
+
   // Runs a call: enqueue().
-  absl::Status Enqueue(const ShardCall& call, absl::FunctionRef<absl::Status()> enqueue) {
-    devices_.Begin(call);
+  absl::Status Enqueue(absl::Span<const ShardCall> calls,
+                       absl::FunctionRef<absl::Status()> enqueue) {
+    devices_.Begin(calls);
     absl::Status status = enqueue();
-    if (status.ok() && !IsAbandoned()) devices_.Know(call);
+    if (status.ok() && !IsAbandoned()) devices_.Know(calls);
     return status;
   }
 
   absl::Status TopKOf(const LinearTopKArgs& args) {
     const bool few = AreLogitsFew(args.hidden, args.head);
-    return Enqueue({Kind::kTopK, args.hidden, args.head, args.topk.max_k, few ? 1u : 0u},
-                   [&] { return few ? OnLogits(args.hidden, args.head, args.topk) : TopK(args); });
+    return Enqueue({{Kind::kTopK, args.hidden, args.head, args.topk.max_k, few ? 1u : 0u}}, [&] {
+      return few ? OnWholeRows(args.hidden, args.head, args.topk) : TopK(args);
+    });
   }
   absl::Status SampleOf(const LinearSampleArgs& args) {
     // top_k may be off where the vocabulary has no more tokens than that.
     const bool kept = args.max_kept > 0 && args.max_kept < args.head.vocab() &&
                       !AreLogitsFew(args.hidden, args.head);
     const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);
-    return Enqueue({Kind::kSample, args.hidden, args.head, kept ? args.max_kept : 0, options}, [&] {
+    const ShardCall call(Kind::kSample, args.hidden, args.head, kept ? args.max_kept : 0, options);
+    return Enqueue({call}, [&] {
       if (kept) {
         return OnShards<KeptSamplePartialArgs, KeptSampleMergeArgs>(
             args.hidden, args.head,
             TopKPartialShape{.shards = ShardsOf(args.head), .max_k = args.max_kept}, args.sample);
       }
-      return devices_.by_peers() ? OnLogits(args.hidden, args.head, args.sample) : Sample(args);
+      return devices_.by_peers() ? OnWholeRows(args.hidden, args.head, args.sample) : Sample(args);
     });
   }
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
     const CrossEntropyArgs& loss = args.cross_entropy;
-    const uint32_t options =
-        static_cast<uint32_t>(loss.want) * 2 + (loss.max_extra_ids > 0 ? 1u : 0u);
-    // The host does not read rows: one may be smoothed.
-    return Enqueue({Kind::kLosses, args.hidden, args.head, loss.max_top_logprobs, options},
-                   [&] { return Losses(args, /*totals=*/true, loss.max_extra_ids); });
+    const bool supported = loss.max_support > 0;
+    if (!supported || !loss.all_supported) {
+      const uint32_t options =
+          static_cast<uint32_t>(loss.want) * 2 + (loss.max_extra_ids > 0 ? 1u : 0u);
+      // The host does not read rows: one may be smoothed.
+      LOGITD_RETURN_IF_ERROR(
+          Enqueue({{Kind::kLosses, args.hidden, args.head, loss.max_top_logprobs, options}},
+                  [&] { return Losses(args, /*totals=*/true, loss.max_extra_ids); }));
+    }
+    if (!supported) return absl::OkStatus();
+    return Enqueue({{Kind::kSupports, args.hidden, args.head, 0, 0}},
+                   [&] { return SupportedLosses(args); });
   }
   absl::Status Backward(const LinearCrossEntropyBackwardArgs& args,
                         const ShardGradient* shards) override {
-    return Enqueue(gradients_.CallOf(Kind::kBackward, args, shards), [&] {
+    return Enqueue({gradients_.CallOf(Kind::kBackward, args, shards)}, [&] {
       return IsAbandoned() ? absl::OkStatus() : gradients_.Backward(args, shards);
     });
   }
   absl::Status Training(const ShardedTrainingArgs& args) override {
     if (!gradients_.TrainingFits(args)) return ShardedOps::Training(args);
-    return Enqueue(gradients_.CallOf(Kind::kTraining, args.training.gradient, args.shards),
+    return Enqueue({gradients_.CallOf(Kind::kTraining, args.training.gradient, args.shards)},
                    [&] { return IsAbandoned() ? absl::OkStatus() : gradients_.Training(args); });
   }
 
   static int64_t LogitsStride(const HeadView& head) { return (head.vocab() + 31) / 32 * 32; }
   // Bytes of a row of logits, where they are exchanged.
-  static size_t LogitsBytes(const HeadView& head) {
+  static size_t LogitsRowBytes(const HeadView& head) {
     return static_cast<size_t>(LogitsStride(head)) * sizeof(float);
   }
 
   // True where, by kPeers, logits are exchanged in place of blocks.
   bool AreLogitsFew(const TensorView& hidden, const HeadView& head) const {
     return devices_.by_peers() &&
-           static_cast<size_t>(hidden.rows) * LogitsBytes(head) <= kFewLogitsBytes;
+           static_cast<size_t>(hidden.rows) * LogitsRowBytes(head) <= kFewLogitsBytes;
   }
 
   // By kPeers: runs the op of `args`, which takes logits, on the first device. `args` are those of
   // all rows.
   template <class Args>
-  absl::Status OnLogits(const TensorView& hidden, const HeadView& head, const Args& args) {
-    auto* const logits = reinterpret_cast<float*>(devices_.at(0).blocks);
-    const int64_t step = devices_.RowsAtOnce(LogitsBytes(head), hidden);
-    for (int64_t first = 0; first < hidden.rows && !IsAbandoned(); first += step) {
-      const int64_t rows = std::min(step, hidden.rows - first);
-      const ShardInputs inputs = {.hidden = RowsOf(hidden, first, rows)};
-      LOGITD_RETURN_IF_ERROR(OnAll(inputs, /*again=*/false, [&](const ShardPlace& at) {
-        return at.stream.Run(ShardLogitsArgs{.hidden = at.inputs.hidden,
-                                             .head = head.shards[at.shard],
-                                             .shard = at.shard,
-                                             .shards = ShardsOf(head),
-                                             .logits = logits,
-                                             .stride = LogitsStride(head)});
-      }));
-      LOGITD_RETURN_IF_ERROR(ExchangeBlocks(0));
+  absl::Status OnWholeRows(const TensorView& hidden, const HeadView& head, const Args& args) {
+    return OnLogits({{hidden, head}}, [&](int64_t first, const ExchangedLogits& logits) {
       Args part = RowsFrom(args, first);
-      part.logits = {logits, DType::kF32, rows, head.vocab(), LogitsStride(head)};
-      LOGITD_RETURN_IF_ERROR(OfShard(0, lead().Run(part)));
-    }
-    return absl::OkStatus();
+      part.logits = logits.whole[0];
+      return OfShard(0, lead().Run(part));
+    });
   }
 
   ShardDevices devices_;

@@ -1,4 +1,4 @@
-// A head that is cut over devices, and calls on it, over gRPC.
+// Heads that are cut over devices, and calls on them, over gRPC.
 #ifndef LOGITD_TESTS_E2E_SHARDED_CASES_H_
 #define LOGITD_TESTS_E2E_SHARDED_CASES_H_
 
@@ -26,32 +26,44 @@ namespace logitd::e2e {
 
 inline constexpr int64_t kVocab = 5003;  // five cells, the last one short
 inline constexpr int64_t kHidden = 48;
+inline constexpr int64_t kReferenceHidden = 32;
 
-// A folder with one head, in a safetensors file, with a bias.
+// A folder with two heads of one vocabulary, each in a safetensors file, with a bias.
 class HeadFolder {
  public:
   HeadFolder() {
     std::string name = (std::filesystem::temp_directory_path() / "logitd-sharded-XXXXXX").string();
     path_ = mkdtemp(name.data());
-    const size_t weight = kVocab * kHidden * 2;
-    const size_t end = weight + kVocab * 2;
-    const std::string header = absl::StrFormat(
-        R"({"__metadata__":{"final_logit_softcapping":"20"},)"
-        R"("lm_head.weight":{"dtype":"BF16","shape":[%d,%d],"data_offsets":[0,%d]},)"
-        R"("lm_head.bias":{"dtype":"BF16","shape":[%d],"data_offsets":[%d,%d]}})",
-        kVocab, kHidden, weight, kVocab, weight, end);
-    std::ofstream out(File(), std::ios::binary);
-    const uint64_t length = header.size();
-    out.write(reinterpret_cast<const char*>(&length), sizeof(length));
-    out << header << Encode(v1::DTYPE_BF16, Normal<double>(kVocab * kHidden, 1, 0.5))
-        << Encode(v1::DTYPE_BF16, Normal<double>(kVocab, 2, 1));
+    Write(File(), kHidden, 1);
+    Write(ReferenceFile(), kReferenceHidden, 3);
   }
   ~HeadFolder() { std::filesystem::remove_all(path_); }
 
   const std::string& path() const { return path_; }
   std::string File() const { return path_ + "/head.safetensors"; }
+  std::string ReferenceFile() const { return path_ + "/reference.safetensors"; }
+  // The flags of heads "h" and "g".
+  std::vector<std::string> Flags(const char* options, const char* reference_options) const {
+    return {absl::StrCat("--head=h=", File(), options),
+            absl::StrCat("--head=g=", ReferenceFile(), reference_options)};
+  }
 
  private:
+  static void Write(const std::string& file, int64_t hidden, uint32_t seed) {
+    const size_t weight = static_cast<size_t>(kVocab * hidden) * 2;
+    const size_t end = weight + kVocab * 2;
+    const std::string header = absl::StrFormat(
+        R"({"__metadata__":{"final_logit_softcapping":"20"},)"
+        R"("lm_head.weight":{"dtype":"BF16","shape":[%d,%d],"data_offsets":[0,%d]},)"
+        R"("lm_head.bias":{"dtype":"BF16","shape":[%d],"data_offsets":[%d,%d]}})",
+        kVocab, hidden, weight, kVocab, weight, end);
+    std::ofstream out(file, std::ios::binary);
+    const uint64_t length = header.size();
+    out.write(reinterpret_cast<const char*>(&length), sizeof(length));
+    out << header << Encode(v1::DTYPE_BF16, Normal<double>(kVocab * hidden, seed, 0.5))
+        << Encode(v1::DTYPE_BF16, Normal<double>(kVocab, seed + 1, 1));
+  }
+
   std::string path_;
 };
 
@@ -84,6 +96,22 @@ inline v1::ScoreRequest Scored(int64_t rows, uint32_t seed) {
   if (seed % 3 == 1) {
     for (const int32_t id : {0, 1023, 1024, 5002}) request.add_extra_ids(id);
   }
+  return request;
+}
+
+// Every third row has no support.
+inline v1::ScoreRequest Supported(int64_t rows, uint32_t seed) {
+  v1::ScoreRequest request = OfHead<v1::ScoreRequest>(rows, seed);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto target = static_cast<int32_t>((row * 977 + seed) % kVocab);
+    request.add_targets(target);
+    request.add_support_count(row % 3 == 2 ? 0 : 3);
+    if (row % 3 == 2) continue;
+    for (const int64_t step : {0, 1, 2500})
+      request.add_support_ids(static_cast<int32_t>((target + step) % kVocab));
+  }
+  request.set_want_entropy(seed % 2 == 0);
+  request.add_temperature(0.7f);
   return request;
 }
 
@@ -137,10 +165,13 @@ inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server
         const grpc::Status score = scorer->Score(Context().get(), Scored(rows, seed), &scored);
         const grpc::Status draw = sampler->Sample(Context().get(), Drawn(rows, seed), &drawn);
         const grpc::Status topk = sampler->TopK(Context().get(), Top(rows, seed), &top);
-        EXPECT_TRUE(score.ok()) << score.error_message();
-        EXPECT_TRUE(draw.ok()) << draw.error_message();
-        EXPECT_TRUE(topk.ok()) << topk.error_message();
-        answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(top));
+        v1::ScoreResponse supported;
+        const grpc::Status support =
+            scorer->Score(Context().get(), Supported(rows, seed), &supported);
+        for (const grpc::Status* status : {&score, &draw, &topk, &support})
+          EXPECT_TRUE(status->ok()) << status->error_message();
+        answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(top) +
+                                                  Bits(supported));
       }
     });
   }
@@ -148,10 +179,12 @@ inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server
   return answers;
 }
 
-inline grpc::Status Load(const ServerProcess& server, bool shard, v1::Head* head) {
+inline grpc::Status Load(const ServerProcess& server, bool shard, v1::Head* head,
+                         const std::string& name = "h",
+                         const std::string& path = "head.safetensors") {
   v1::LoadHeadRequest request;
-  request.set_name("h");
-  request.set_path("head.safetensors");
+  request.set_name(name);
+  request.set_path(path);
   request.set_shard(shard);
   const auto context = Context();
   const auto stub = v1::Heads::NewStub(Connect(server.tcp()));

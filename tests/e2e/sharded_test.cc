@@ -16,17 +16,23 @@ namespace {
 
 using ::testing::HasSubstr;
 
+// The flags of a server with simulated devices.
+std::vector<std::string> With(std::vector<std::string> heads, const char* devices) {
+  heads.push_back(devices);
+  heads.push_back("--cpu-threads=2");
+  return heads;
+}
+
 TEST(ShardedTest, TheBitsAreThoseOfAWholeHead) {
   const HeadFolder folder;
-  const std::string flag = absl::StrCat("--head=h=", folder.File());
   std::vector<std::vector<std::string>> whole;
   {
-    const ServerProcess one({flag, "--cpu-threads=2"});
+    const ServerProcess one(With(folder.Flags("", ""), "--device=0"));
     whole = Answers(one);
   }
   // Two devices, four, and more devices than cells.
   for (const char* devices : {"--device=0,1", "--device=0,1,2,3", "--device=0,1,2,3,4,5,6,7"}) {
-    ServerProcess sharded({absl::StrCat(flag, ",shard"), devices, "--cpu-threads=2"});
+    ServerProcess sharded(With(folder.Flags(",shard", ",shard"), devices));
     EXPECT_EQ(Answers(sharded), whole) << devices;
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
@@ -98,31 +104,7 @@ TEST(ShardedTest, AHeadThatDoesNotFitOneDeviceLoadsShardedAndServes) {
     EXPECT_EQ(server.Metric(absl::StrCat("logitd_device_head_bytes{device=\"", numbers[i], "\"}")),
               static_cast<double>(shard.device_bytes()));
   }
-  v1::ScoreRequest supported = Scored(1, 1);
-  supported.add_support_ids(supported.targets(0));
   v1::ScoreResponse scored;
-  const grpc::Status no = v1::Scorer::NewStub(channel)->Score(Context().get(), supported, &scored);
-  EXPECT_EQ(no.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(no.error_message(), HasSubstr("support_ids: got some, allowed none with head h"));
-  v1::VerifyRequest drafted = OfHead<v1::VerifyRequest>(1, 1);
-  drafted.add_seed(1);
-  drafted.add_sequence_rows(1);
-  v1::VerifyResponse verified;
-  const grpc::Status cut =
-      v1::Sampler::NewStub(channel)->Verify(Context().get(), drafted, &verified);
-  EXPECT_EQ(cut.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(cut.error_message(),
-              HasSubstr("head: got h, which is cut over devices, allowed one that is not"));
-
-  v1::DivergenceRequest pair = OfHead<v1::DivergenceRequest>(1, 1);
-  pair.set_reference_head("h");
-  pair.set_reference_hidden_size(kHidden);
-  pair.set_reference_hidden(pair.hidden());
-  v1::DivergenceResponse compared;
-  const grpc::Status apart =
-      v1::Scorer::NewStub(channel)->Divergence(Context().get(), pair, &compared);
-  EXPECT_EQ(apart.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(apart.error_message(), HasSubstr("head: got h, which is cut over devices"));
   const grpc::Status score =
       v1::Scorer::NewStub(channel)->Score(Context().get(), Scored(3, 1), &scored);
   EXPECT_TRUE(score.ok()) << score.error_message();

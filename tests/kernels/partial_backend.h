@@ -63,20 +63,22 @@ class PartialStream final : public Stream {
   }
 
   absl::Status Sample(const LinearSampleArgs& args) {
-    const SamplePartialShape shape = {.shards = Cut(args.head), .rows = args.hidden.rows};
-    return Join(
-        shape, args.head,
-        [&](const HeadView& head, int shard, std::byte* block) {
-          return stream_->Run(LinearSamplePartialArgs{
-              .hidden = args.hidden, .head = head, .shard = shard, .shape = shape, .block = block});
-        },
-        [&](const std::byte* blocks) {
-          return stream_->Run(
-              LinearSampleMergeArgs{.shape = shape, .blocks = blocks, .sample = args.sample});
-        });
+    return JoinLogits(args.hidden, args.head, [&](const auto& shape, const std::byte* blocks) {
+      return stream_->Run(
+          LinearSampleMergeArgs{.shape = shape, .blocks = blocks, .sample = args.sample});
+    });
   }
 
   absl::Status Losses(const LinearCrossEntropyArgs& args) {
+    LOGITD_RETURN_IF_ERROR(WholeLosses(args));
+    if (args.cross_entropy.max_support == 0) return absl::OkStatus();
+    return JoinLogits(args.hidden, args.head, [&](const auto& shape, const std::byte* blocks) {
+      return stream_->Run(LinearSupportMergeArgs{
+          .shape = shape, .blocks = blocks, .cross_entropy = args.cross_entropy});
+    });
+  }
+
+  absl::Status WholeLosses(const LinearCrossEntropyArgs& args) {
     const CrossEntropyArgs& loss = args.cross_entropy;
     const LossPartialShape shape = {.shards = Cut(args.head),
                                     .rows = args.hidden.rows,
@@ -175,6 +177,18 @@ class PartialStream final : public Stream {
                                      *blocks + static_cast<size_t>(s) * shape.bytes()));
     }
     return merge(*blocks);
+  }
+
+  template <class Merge>
+  absl::Status JoinLogits(const TensorView& hidden, const HeadView& head, const Merge& merge) {
+    const SamplePartialShape shape = {.shards = Cut(head), .rows = hidden.rows};
+    return Join(
+        shape, head,
+        [&](const HeadView& part, int shard, std::byte* block) {
+          return stream_->Run(LinearSamplePartialArgs{
+              .hidden = hidden, .head = part, .shard = shard, .shape = shape, .block = block});
+        },
+        [&](const std::byte* blocks) { return merge(shape, blocks); });
   }
 
   Backend* const backend_;

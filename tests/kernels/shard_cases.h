@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,7 +15,9 @@
 #include "kernels/shards.h"
 #include "tests/kernels/linear_cases.h"
 #include "tests/kernels/linear_gradient_cases.h"
+#include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
+#include "tests/kernels/support_cases.h"
 
 namespace logitd::testing {
 
@@ -146,12 +150,47 @@ inline std::string KeptBits(OpRunner& runner, const ShardCase& c, bool says_kept
   return bits;
 }
 
-// Every answer of the three ops, losses twice; a separate string for each call.
+inline void Append(const LossAnswer& scored, std::string* bits) {
+  Append(scored.loss, bits);
+  Append(scored.logsumexp, bits);
+  Append(scored.target_logprob, bits);
+  Append(scored.rank, bits);
+  Append(scored.entropy, bits);
+  Append(scored.status, bits);
+  Append(scored.top_ids, bits);
+  Append(scored.top_logprobs, bits);
+  Append(scored.extra_logprobs, bits);
+}
+
+// Losses of which two of three have supports of random tokens.
+inline LossBatch SupportedLossesOf(const LinearCase& c) {
+  LossBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    AddRandomLoss(batch, c.vocab, /*with_softcap=*/false, random);
+    if (r % 3 == 2) continue;
+    std::set<int32_t> ids;
+    const uint64_t size = 1 + random() % std::min<uint64_t>(60, static_cast<uint64_t>(c.vocab));
+    while (ids.size() < size)
+      ids.insert(static_cast<int32_t>(random() % static_cast<uint64_t>(c.vocab)));
+    CrossEntropyRow& row = batch.rows.back();
+    row = PlainLoss(*ids.rbegin());
+    row.temperature = r % 2 == 0 ? 1.0f : 0.6f;
+    row.want = r % 4 == 0 ? kWantEntropy : 0;
+    row.first_support = static_cast<int64_t>(batch.support_ids.size());
+    row.support_count = static_cast<int32_t>(size);
+    batch.support_ids.insert(batch.support_ids.end(), ids.begin(), ids.end());
+  }
+  batch.says_all_wanted = true;
+  return batch;
+}
+
+// Every answer of the ops on one head, losses three times; a separate string for each call.
 inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   const LinearInput input = InputOf(c);
   int64_t entries = 0;
   const std::vector<SoftmaxTopKRow> asks = AsksOf(c.linear, &entries);
-  std::vector<std::string> bits(4);
+  std::vector<std::string> bits(5);
   const auto top = runner.LinearTopK(input.hidden, input.head, asks, entries).value();
   Append(top.indices, &bits[0]);
   Append(top.probs, &bits[0]);
@@ -160,16 +199,7 @@ inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   const auto drawn = runner.LinearSample(input.hidden, input.head, SampleBatchOf(c.linear)).value();
   Append(drawn, &bits[1]);
   const auto add_losses = [&](const LossBatch& batch, std::string* to) {
-    const auto scored = runner.LinearCrossEntropy(input.hidden, input.head, batch).value();
-    Append(scored.loss, to);
-    Append(scored.logsumexp, to);
-    Append(scored.target_logprob, to);
-    Append(scored.rank, to);
-    Append(scored.entropy, to);
-    Append(scored.status, to);
-    Append(scored.top_ids, to);
-    Append(scored.top_logprobs, to);
-    Append(scored.extra_logprobs, to);
+    Append(runner.LinearCrossEntropy(input.hidden, input.head, batch).value(), to);
   };
   LossBatch losses = LossBatchOf(c.linear);
   add_losses(losses, &bits[2]);
@@ -177,7 +207,14 @@ inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   losses.says_all_wanted = false;
   for (CrossEntropyRow& row : losses.rows) row.want = row.top_logprobs = 0;
   add_losses(losses, &bits[3]);
+  add_losses(SupportedLossesOf(c.linear), &bits[4]);
   return bits;
+}
+
+// What holds between ops on one head, whose logits all have the same bits.
+inline std::vector<OpCheck> ChecksOfExchangedLogits() {
+  return {ForAll("LogprobsOfSupportsHaveTheBitsOfLinearSample", LinearSupportCases,
+                 OtherBitsThanLinearSample)};
 }
 
 inline std::vector<ShardCase> ShardCases() {

@@ -65,8 +65,10 @@ TEST(VocabShardsTest, BlocksHaveTheBytesThatTheContractStates) {
   loss.max_top = 2;
   loss.max_extra = 4;
   EXPECT_EQ(loss.bytes(), 4u * (4 * 63 * 4) + 3 * 16 + 4 * 2 * 8 + 4 * 4 * 4);
-  const SamplePartialShape sample = {.shards = shards, .rows = 4};
+  SamplePartialShape sample = {.shards = shards, .rows = 4};
   EXPECT_EQ(sample.bytes(), 4u * 63 * 1024 * 4);
+  sample.inputs = 2;
+  EXPECT_EQ(sample.bytes(), 2u * 4 * 63 * 1024 * 4);
 }
 
 // ---- The checks of the linear ops, on shards
@@ -80,6 +82,7 @@ class OnShardsTest : public ::testing::Test {
 using LinearOnThreeShardsTest = OnShardsTest<3>;
 const bool kRegistered =
     RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", LinearChecks()) &&
+    RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", ChecksOfExchangedLogits()) &&
     RegisterChecks<LinearOnThreeShardsTest>("LinearOnThreeShardsTest", LinearGradientChecks());
 
 // ---- Bits
@@ -194,6 +197,11 @@ TEST(ShardsTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   const auto want = runner->LinearTopK(input.hidden, input.head, asks, entries).value();
   EXPECT_EQ(got.indices, want.indices);
   EXPECT_EQ(got.logsumexp, want.logsumexp);
+  const LossBatch losses = SupportedLossesOf(c);
+  std::string got_losses, want_losses;
+  Append(sharded->LinearCrossEntropy(input.hidden, input.head, losses).value(), &got_losses);
+  Append(runner->LinearCrossEntropy(input.hidden, input.head, losses).value(), &want_losses);
+  EXPECT_EQ(got_losses == want_losses, true);
 }
 
 // ---- Faults

@@ -465,37 +465,4 @@ void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, Thread
   });
 }
 
-void LinearSamplePartial(const LinearSamplePartialArgs& args, ThreadPool& pool,
-                         LinearScratch& scratch, const std::atomic<bool>* abandoned) {
-  const int64_t tokens = args.head.vocab();
-  const int64_t stride = args.shape.shards.most_tokens();
-  auto* const to = reinterpret_cast<float*>(args.block);
-  for (int64_t begin = 0; tokens > 0 && begin < args.hidden.rows; begin += kMostRows) {
-    const int64_t rows = std::min(kMostRows, args.hidden.rows - begin);
-    ComputeRows(args.hidden, args.head, begin, rows, to + begin * stride, stride, pool, scratch,
-                abandoned);
-    if (IsAbandoned(abandoned)) return;
-  }
-}
-
-void LinearSampleMerge(const LinearSampleMergeArgs& args, ThreadPool& pool,
-                       LinearScratch& scratch) {
-  const VocabShards& shards = args.shape.shards;
-  const int64_t at_once = RowsAtOnce(shards.vocab);
-  for (int64_t begin = 0; begin < args.shape.rows; begin += at_once) {
-    const int64_t rows = std::min(at_once, args.shape.rows - begin);
-    float* const logits = scratch.logits.Get(rows * shards.vocab);
-    pool.ParallelFor(rows * shards.count, [&](int64_t item) {
-      const int64_t r = item / shards.count;
-      const auto s = static_cast<int>(item % shards.count);
-      const VocabShard shard = shards.at(s);
-      const float* const from = args.shape.Of(args.blocks, s) + (begin + r) * shards.most_tokens();
-      std::copy_n(from, shard.tokens, logits + r * shards.vocab + shard.first);
-    });
-    SampleArgs part = RowsFrom(args.sample, begin);
-    part.logits = {logits, DType::kF32, rows, shards.vocab, shards.vocab};
-    Sample(part, pool, scratch.sample);
-  }
-}
-
 }  // namespace logitd::cpu

@@ -451,7 +451,7 @@ cudaError_t LinearSamplePartial(const LinearSamplePartialArgs& args, Products& p
                                 Scratch scratch, cudaStream_t stream) {
   const VocabShards& shards = args.shape.shards;
   if (args.shape.rows == 0 || shards.at(args.shard).tokens == 0) return cudaSuccess;
-  return WriteLogits(args, shards, reinterpret_cast<float*>(args.block), shards.most_tokens(),
+  return WriteLogits(args, shards, args.shape.At(args.block, args.input), shards.most_tokens(),
                      products, scratch, stream);
 }
 

@@ -3,8 +3,9 @@
 // It adds cells and writes answers by the functions of the ops on one device, in their order: so
 // the answers have their bits.
 //
-// Cost: reads the blocks, a block of threads a row. linear_sample: writes and reads 4 bytes a token
-// and row, except of one row on shards of one size, then runs sample.
+// Cost: reads the blocks, a block of threads a row. Where blocks are logits: writes and reads 4
+// bytes a token and row, then runs the op that takes logits; linear_sample of one row on shards of
+// one size only runs it.
 #include <algorithm>
 #include <array>
 
@@ -16,6 +17,7 @@
 #include "kernels/cuda/linear/shards.h"
 #include "kernels/cuda/loss/cell_sums.cuh"
 #include "kernels/cuda/loss/loss_row.cuh"
+#include "kernels/cuda/loss/support.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/sampling/topk_row.cuh"
 
@@ -154,6 +156,46 @@ bool IsOneRow(const VocabShards& shards) {
   return true;
 }
 
+// Puts the logits of all shards together, as many rows at a time as scratch has room for, and calls
+// run(first row, logits of each input, the rest of scratch).
+template <class Run>
+cudaError_t ForWholeRows(const SamplePartialShape& shape, const std::byte* blocks, Scratch scratch,
+                         cudaStream_t stream, const Run& run) {
+  const VocabShards& shards = shape.shards;
+  const int64_t stride = RoundUp(shards.vocab, 32);
+  const int64_t room = static_cast<int64_t>(scratch.bytes) / 4;
+  const int64_t step = std::clamp<int64_t>(room / (shape.inputs * stride * 4), 1, 256);
+  float* const logits = scratch.Take<float>(static_cast<size_t>(shape.inputs * step * stride));
+  if (logits == nullptr) return cudaErrorMemoryAllocation;
+  for (int64_t first = 0; first < shape.rows; first += step) {
+    const int64_t count = std::min(step, shape.rows - first);
+    std::array<TensorView, 2> whole;
+    for (int i = 0; i < shape.inputs; ++i) {
+      float* const to = logits + i * step * stride;
+      whole[static_cast<size_t>(i)] = {to, DType::kF32, count, shards.vocab, stride};
+      std::array<RowsCopy, kMaxShards> copies;
+      size_t copied = 0;
+      for (int s = 0; s < shards.count; ++s) {
+        const VocabShard shard = shards.at(s);
+        if (shard.tokens == 0) continue;
+        const float* const from = shape.Of(blocks, s, i) + first * shards.most_tokens();
+        copies[copied++] = {.from = reinterpret_cast<const std::byte*>(from),
+                            .from_stride = static_cast<size_t>(shards.most_tokens()) * 4,
+                            .to = reinterpret_cast<std::byte*>(to + shard.first),
+                            .to_stride = static_cast<size_t>(stride) * 4,
+                            .row_bytes = static_cast<size_t>(shard.tokens) * 4,
+                            .rows = count,
+                            .from_device = true};
+      }
+      const cudaError_t error = GatherRows({copies.data(), copied}, stream);
+      if (error != cudaSuccess) return error;
+    }
+    const cudaError_t error = run(first, whole.data(), scratch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace
 
 cudaError_t LinearTopKMerge(const LinearTopKMergeArgs& args, cudaStream_t stream) {
@@ -192,35 +234,23 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
     whole.logits = {shape.Of(args.blocks, 0), DType::kF32, 1, shards.vocab, shards.vocab};
     return Sample(whole, scratch, stream);
   }
-  const int64_t stride = RoundUp(shards.vocab, 32);
-  const int64_t room = static_cast<int64_t>(scratch.bytes) / 4;
-  const int64_t step = std::clamp<int64_t>(room / (stride * 4), 1, 256);
-  float* logits = scratch.Take<float>(static_cast<size_t>(step * stride));
-  if (logits == nullptr) return cudaErrorMemoryAllocation;
-  for (int64_t first = 0; first < shape.rows; first += step) {
-    const int64_t count = std::min(step, shape.rows - first);
-    std::array<RowsCopy, kMaxShards> copies;
-    size_t copied = 0;
-    for (int s = 0; s < shards.count; ++s) {
-      const VocabShard shard = shards.at(s);
-      if (shard.tokens == 0) continue;
-      const float* const from = shape.Of(args.blocks, s) + first * shards.most_tokens();
-      copies[copied++] = {.from = reinterpret_cast<const std::byte*>(from),
-                          .from_stride = static_cast<size_t>(shards.most_tokens()) * 4,
-                          .to = reinterpret_cast<std::byte*>(logits + shard.first),
-                          .to_stride = static_cast<size_t>(stride) * 4,
-                          .row_bytes = static_cast<size_t>(shard.tokens) * 4,
-                          .rows = count,
-                          .from_device = true};
-    }
-    cudaError_t error = GatherRows({copies.data(), copied}, stream);
-    if (error != cudaSuccess) return error;
-    SampleArgs part = RowsFrom(args.sample, first);
-    part.logits = {logits, DType::kF32, count, shards.vocab, stride};
-    error = Sample(part, scratch, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return ForWholeRows(shape, args.blocks, scratch, stream,
+                      [&](int64_t first, const TensorView* logits, const Scratch& left) {
+                        SampleArgs part = RowsFrom(args.sample, first);
+                        part.logits = *logits;
+                        return Sample(part, left, stream);
+                      });
+}
+
+cudaError_t LinearSupportMerge(const LinearSupportMergeArgs& args, Scratch scratch,
+                               cudaStream_t stream) {
+  if (args.blocks == nullptr) return SupportedCrossEntropy(args.cross_entropy, scratch, stream);
+  return ForWholeRows(args.shape, args.blocks, scratch, stream,
+                      [&](int64_t first, const TensorView* logits, const Scratch& left) {
+                        CrossEntropyArgs part = RowsFrom(args.cross_entropy, first);
+                        part.logits = *logits;
+                        return SupportedCrossEntropy(part, left, stream);
+                      });
 }
 
 cudaError_t LinearCrossEntropyMerge(const LinearCrossEntropyMergeArgs& args, cudaStream_t stream) {

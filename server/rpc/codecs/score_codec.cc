@@ -130,20 +130,10 @@ absl::Status ScoreCodec::BuildRows(const ScoreFields& fields) {
     }
   }
   LOGITD_RETURN_IF_ERROR(CutList(kExtraIds, fields.extra_count, fields.extra_ids.size(), rows));
-  LOGITD_RETURN_IF_ERROR(CutSupports(fields, rows));
+  LOGITD_RETURN_IF_ERROR(
+      CutList(kSupportIds, fields.support_count, fields.support_ids.size(), rows));
   if (fields.skip_ignored) SkipIgnored(rows);
   return absl::OkStatus();
-}
-
-// Gives rows their supports.
-absl::Status ScoreCodec::CutSupports(const ScoreFields& fields, absl::Span<CrossEntropyRow> rows) {
-  if (!fields.support_ids.empty() && input_.head() != nullptr && input_.head()->sharded()) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("support_ids: got some, allowed none with head %s, which is cut over "
-                        "devices",
-                        input_.head()->info().name));
-  }
-  return CutList(kSupportIds, fields.support_count, fields.support_ids.size(), rows);
 }
 
 // Has ignored rows left out: they ask for nothing.

@@ -76,7 +76,6 @@ class ScoreCodec final : public RowCodec<ops::CrossEntropyRows> {
   absl::Status Inherit(ScoreFields* fields) const;
   absl::Status ReadPlace(const ScoreFields& fields);
   absl::Status BuildRows(const ScoreFields& fields);
-  absl::Status CutSupports(const ScoreFields& fields, absl::Span<CrossEntropyRow> rows);
   void SkipIgnored(absl::Span<CrossEntropyRow> rows);
   void Remember(const ScoreFields& fields);
 
