@@ -42,7 +42,7 @@ struct LinearSampleArgs {
   int32_t max_kept = 0;
 };
 
-// The head is not cut over several devices. Blocks of rows may end inside a sequence.
+// Blocks of rows may end inside a sequence.
 struct LinearVerifyArgs {
   TensorView hidden;  // as in LinearTopKArgs
   HeadView head;

@@ -110,6 +110,9 @@ class ShardedOps : public ShardedStream {
   // room for. Incomplete where the work is abandoned.
   virtual size_t LogitsBytes(const StatesList& states) const;
   virtual absl::StatusOr<ExchangedLogits> ExchangeLogits(const StatesList& states);
+  // Memory for the merges of a linear_verify of so many rows, if the device needs any.
+  virtual absl::StatusOr<std::byte*> VerifyState(int64_t rows) = 0;
+  virtual int VerifyPasses(const VerifyArgs& verify) const = 0;
 
   virtual absl::Status Backward(const LinearCrossEntropyBackwardArgs& args,
                                 const ShardGradient* shards) = 0;
@@ -134,6 +137,28 @@ class ShardedOps : public ShardedStream {
     const SamplePartialShape shape = {.shards = ShardsOf(args.head)};
     return OnShards<LinearSamplePartialArgs, LinearSampleMergeArgs>(args.hidden, args.head, shape,
                                                                     args.sample);
+  }
+  // Hidden states that fit into one exchange are multiplied once for all passes.
+  absl::Status Verify(const LinearVerifyArgs& args) {
+    LinearVerifyMergeArgs merge = {.verify = args.verify, .all_rows = args.hidden.rows};
+    if (merge.all_rows == 0 || args.verify.sequence_count == 0) return absl::OkStatus();
+    const absl::StatusOr<std::byte*> state = VerifyState(merge.all_rows);
+    if (!state.ok()) return state.status();
+    merge.state = *state;
+    for (; merge.pass < VerifyPasses(args.verify); ++merge.pass) {
+      const bool is_made = merge.pass > 0 && merge.shape.rows == merge.all_rows;
+      const auto run = [&](int64_t first, const ExchangedLogits& logits) {
+        merge.first_row = first;
+        merge.shape = logits.shape;
+        merge.blocks = logits.blocks;
+        merge.verify.sample.logits = logits.whole[0];
+        return OfShard(0, lead().Run(merge));
+      };
+      LOGITD_RETURN_IF_ERROR(is_made ? OfShard(0, lead().Run(merge))
+                                     : OnLogits({{args.hidden, args.head}}, run));
+      if (IsAbandoned()) break;
+    }
+    return absl::OkStatus();
   }
   // The losses of rows that have supports, and of rows that are left out.
   absl::Status SupportedLosses(const LinearCrossEntropyArgs& args) {

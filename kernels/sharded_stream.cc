@@ -169,6 +169,7 @@ class HostShardedStream final : public ShardedOps {
       return RunIfKnown(
           op, Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
                          [this](const LinearSampleArgs& args) { return Sample(args); },
+                         [this](const LinearVerifyArgs& args) { return Verify(args); },
                          [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); }});
     });
   }
@@ -218,6 +219,11 @@ class HostShardedStream final : public ShardedOps {
   }
   absl::Status ExchangeBlocks(size_t) override { return absl::OkStatus(); }
   absl::Status ExchangeTargets(size_t) override { return absl::OkStatus(); }
+  absl::StatusOr<std::byte*> VerifyState(int64_t) override { return nullptr; }
+  int VerifyPasses(const VerifyArgs& verify) const override {
+    return VerifyMergePasses(verify, /*is_host=*/true);
+  }
+
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
     const bool supported = args.cross_entropy.max_support > 0;
     if (!supported || !args.cross_entropy.all_supported)

@@ -53,10 +53,12 @@ struct ShardedTrainingArgs {
   const ShardGradient* shards = nullptr;  // [training.gradient.head.shard_count]
 };
 
-// A stream that runs linear_topk, linear_sample and linear_cross_entropy on heads with one shard on
-// each of several devices, in their order. Its slabs and the answers are those of the first device.
-// Each op runs the partial on all devices at the same time, gathers the blocks and merges them on
-// the first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA).
+// A stream that runs linear_topk, linear_sample, linear_verify and linear_cross_entropy on heads
+// with one shard on each of several devices, in their order. Its slabs and the answers are those of
+// the first device. Each op runs the partial on all devices at the same time, gathers the blocks
+// and merges them on the first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA).
+// linear_verify with block verification makes the logits of rows that do not fit at once anew in
+// each of its passes.
 //
 // It also runs the two ops below, which make gradients; others are UNIMPLEMENTED.
 //
@@ -76,7 +78,7 @@ struct ShardedTrainingArgs {
 // there is a part for each device. By kPeers the first device has a part for each device, and by
 // kNccl each device has one; where training makes the logits once, the first has a part for each of
 // the others by kPeers, and none has one by kNccl. RESOURCE_EXHAUSTED: a CUDA device has no room
-// for it.
+// for it; on CUDA also a linear_verify of more than 130560 rows.
 class ShardedStream : public Stream {
  public:
   // Errors of both: those of CheckShardGradients, before anything is done, and as for any op.

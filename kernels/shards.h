@@ -12,6 +12,7 @@
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
 #include "kernels/types.h"
+#include "kernels/verify.h"
 
 namespace logitd {
 
@@ -126,8 +127,9 @@ struct LinearTopKMergeArgs {
 // ---- linear_sample
 //
 // What a row may be drawn from depends on edits, filters and a random number, so its logits are
-// exchanged: 4 bytes for each row and token. For many rows, send them in several calls. The
-// same partial serves linear_cross_entropy of rows with supports, whose merge is another one.
+// exchanged: 4 bytes for each row and token. For many rows, send them in several calls. Other ops
+// have the same partial, and merges of their own: linear_verify, and linear_cross_entropy
+// of rows with supports.
 
 struct SamplePartialShape {
   VocabShards shards;
@@ -155,6 +157,33 @@ struct LinearSampleMergeArgs {
   SamplePartialShape shape;
   const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
   SampleArgs sample;                  // its logits are ignored
+};
+
+// ---- linear_verify
+//
+// The partial is that of linear_sample. The rows of a call may come in several merges, as many in
+// each as there is room for; a sequence may be cut anywhere. They run on one stream, with no other
+// call's between them: in each pass, from 0 on, all rows in their order.
+
+// Passes over all rows. is_host: DeviceInfo::is_host of the merges' backend.
+constexpr int VerifyMergePasses(const VerifyArgs& verify, bool is_host) {
+  return !verify.blocks ? 1 : is_host ? 2 : 3;
+}
+
+// Bytes of device memory that the merges of a call hand on, of `rows` rows in all.
+constexpr size_t VerifyStateBytes(int64_t rows) {
+  return (size_t{32} << 10) + static_cast<size_t>(rows) * 64;
+}
+
+struct LinearVerifyMergeArgs {
+  SamplePartialShape shape;  // of the blocks: `rows` of the call
+  // [shards, shape.bytes()], 16-byte aligned; null: `verify` has the logits of these rows, in f32.
+  const std::byte* blocks = nullptr;
+  VerifyArgs verify;      // of all rows of the call
+  int64_t all_rows = 0;   // of the call
+  int64_t first_row = 0;  // the call's row that is the blocks' first
+  int pass = 0;
+  std::byte* state = nullptr;  // [VerifyStateBytes(all_rows)], 256-byte aligned; null on the CPU
 };
 
 // ---- linear_cross_entropy

@@ -74,6 +74,7 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::TopKMerge),
     Function(&cpu::LinearSamplePartial),
     Function(&cpu::LinearSampleMerge),
+    Function(&cpu::LinearVerifyMerge),
     Function(&cpu::LinearCrossEntropyTargets),
     Function(&cpu::LinearCrossEntropyPartial),
     Function(&cpu::CrossEntropyMerge),

@@ -50,6 +50,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&LinearTopKMerge),
     Launcher(&LinearSamplePartial, LinearOp::kTokens),
     Launcher(&LinearSampleMerge),
+    Launcher(&LinearVerifyMerge),
     Launcher(&LinearCrossEntropyTargets, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyPartial, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyMerge),

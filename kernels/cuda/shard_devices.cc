@@ -19,8 +19,6 @@
 namespace logitd::cuda {
 namespace {
 
-// Memory for the targets of all shards.
-constexpr size_t kTargetBytes = ShardDevices::kBlockBytes / 16;
 // Memory of every other device for hidden states, parameters of rows, and extra ids where they are
 // brought too.
 constexpr size_t kHiddenBytes = size_t{64} << 20;

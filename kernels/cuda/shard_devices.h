@@ -32,7 +32,7 @@ namespace logitd::cuda {
 
 // What chooses the kernels of a call, sizes as powers of two.
 struct ShardCall {
-  enum class Kind : uint8_t { kTopK, kSample, kLosses, kSupports, kBackward, kTraining };
+  enum class Kind : uint8_t { kTopK, kSample, kVerify, kLosses, kSupports, kBackward, kTraining };
 
   Kind kind;
   DType dtype;
@@ -59,6 +59,8 @@ class ShardDevices {
  public:
   // Memory for the blocks of all shards.
   static constexpr size_t kBlockBytes = size_t{128} << 20;
+  // Memory for the targets of all shards; on the first device also for linear_verify.
+  static constexpr size_t kTargetBytes = kBlockBytes / 16;
 
   struct Device {
     std::unique_ptr<DeviceStream> stream;

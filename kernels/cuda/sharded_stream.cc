@@ -43,6 +43,7 @@
 #include <memory>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/str_format.h"
 #include "absl/types/span.h"
 #include "kernels/cuda/shard_devices.h"
 #include "kernels/cuda/shard_inputs.h"
@@ -69,6 +70,7 @@ class CudaShardedStream final : public ShardedOps {
     return RunIfKnown(
         op, Overloaded{[this](const LinearTopKArgs& args) { return TopKOf(args); },
                        [this](const LinearSampleArgs& args) { return SampleOf(args); },
+                       [this](const LinearVerifyArgs& args) { return VerifyOf(args); },
                        [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); }});
   }
   absl::StatusOr<StreamTimes> Wait() override { return devices_.Wait(); }
@@ -109,6 +111,19 @@ class CudaShardedStream final : public ShardedOps {
   }
   absl::Status ExchangeTargets(size_t bytes) override {
     return devices_.Exchange(&Device::targets, bytes);
+  }
+
+  // Targets are not exchanged meanwhile.
+  absl::StatusOr<std::byte*> VerifyState(int64_t rows) override {
+    if (VerifyStateBytes(rows) <= ShardDevices::kTargetBytes) return devices_.at(0).targets;
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "rows: got %d, allowed 1..%d of one linear_verify on a head that is cut over the devices",
+        rows,
+        (ShardDevices::kTargetBytes - VerifyStateBytes(0)) /
+            (VerifyStateBytes(1) - VerifyStateBytes(0))));
+  }
+  int VerifyPasses(const VerifyArgs& verify) const override {
+    return VerifyMergePasses(verify, /*is_host=*/false);
   }
 
   // By kPeers the logits of a head are a matrix of the first device.
@@ -179,6 +194,11 @@ class CudaShardedStream final : public ShardedOps {
       }
       return devices_.by_peers() ? OnWholeRows(args.hidden, args.head, args.sample) : Sample(args);
     });
+  }
+  absl::Status VerifyOf(const LinearVerifyArgs& args) {
+    const uint32_t options = (args.verify.sample.edited ? 1u : 0u) + (args.verify.blocks ? 2u : 0u);
+    return Enqueue({{Kind::kVerify, args.hidden, args.head, 0, options}},
+                   [&] { return Verify(args); });
   }
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
     const CrossEntropyArgs& loss = args.cross_entropy;

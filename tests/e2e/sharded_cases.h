@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -136,6 +137,29 @@ inline v1::SampleRequest Drawn(int64_t rows, uint32_t seed) {
   return request;
 }
 
+// The tokens that Drawn has got as drafts, which are certain or, for block verification, likely.
+inline v1::VerifyRequest Drafted(int64_t rows, uint32_t seed, const v1::SampleResponse& drawn) {
+  v1::SampleRequest sample = Drawn(rows, seed);
+  sample.clear_draws();
+  v1::VerifyRequest request = OfHead<v1::VerifyRequest>(rows, seed);
+  request.MergeFromString(sample.SerializeAsString());  // the same fields
+  request.add_sequence_rows(static_cast<int32_t>(rows));
+  const bool block = seed % 4 < 2 && rows > 1;
+  request.set_block_verification(block);
+  if (block) request.add_draft_kind(v1::DRAFT_KIND_LIST);
+  if (block) request.add_draft_count(1);
+  for (int i = 0; i + 1 < rows; ++i) {
+    const int64_t token = (std::max(0, drawn.tokens(i)) + (i % 9 == 8 ? 1 : 0)) % kVocab;
+    request.add_drafts(static_cast<int32_t>(token));
+    if (block) request.add_draft_ids(static_cast<int32_t>(token));
+  }
+  if (block) {
+    request.set_draft_probs(
+        Encode(v1::DTYPE_F32, std::vector<double>(static_cast<size_t>(rows - 1), 0.25)));
+  }
+  return request;
+}
+
 inline v1::TopKRequest Top(int64_t rows, uint32_t seed) {
   v1::TopKRequest request = OfHead<v1::TopKRequest>(rows, seed);
   for (int64_t row = 0; row < rows; ++row) {
@@ -166,12 +190,15 @@ inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server
         const grpc::Status draw = sampler->Sample(Context().get(), Drawn(rows, seed), &drawn);
         const grpc::Status topk = sampler->TopK(Context().get(), Top(rows, seed), &top);
         v1::ScoreResponse supported;
+        v1::VerifyResponse verified;
         const grpc::Status support =
             scorer->Score(Context().get(), Supported(rows, seed), &supported);
-        for (const grpc::Status* status : {&score, &draw, &topk, &support})
+        const grpc::Status verify =
+            sampler->Verify(Context().get(), Drafted(rows, seed, drawn), &verified);
+        for (const grpc::Status* status : {&score, &draw, &topk, &support, &verify})
           EXPECT_TRUE(status->ok()) << status->error_message();
         answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(top) +
-                                                  Bits(supported));
+                                                  Bits(supported) + Bits(verified));
       }
     });
   }

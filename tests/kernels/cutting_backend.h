@@ -74,6 +74,7 @@ class CuttingStream final : public Stream {
         op,
         Overloaded{[this](const LinearTopKArgs& args) { return Cut(args); },
                    [this](const LinearSampleArgs& args) { return Cut(args); },
+                   [this](const LinearVerifyArgs& args) { return Cut(args); },
                    [this](const LinearCrossEntropyArgs& args) { return Cut(args); },
                    [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); },
                    [this](const LinearCrossEntropyTrainingArgs& args) { return Training(args); }});

@@ -39,6 +39,7 @@ class PartialStream final : public Stream {
         op,
         Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
                    [this](const LinearSampleArgs& args) { return Sample(args); },
+                   [this](const LinearVerifyArgs& args) { return Verify(args); },
                    [this](const LinearCrossEntropyArgs& args) { return Losses(args); },
                    [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); }});
   }
@@ -66,6 +67,22 @@ class PartialStream final : public Stream {
     return JoinLogits(args.hidden, args.head, [&](const auto& shape, const std::byte* blocks) {
       return stream_->Run(
           LinearSampleMergeArgs{.shape = shape, .blocks = blocks, .sample = args.sample});
+    });
+  }
+
+  absl::Status Verify(const LinearVerifyArgs& args) {
+    const int64_t rows = args.hidden.rows;
+    const auto state = Allocate(VerifyStateBytes(rows));
+    if (!state.ok()) return state.status();
+    return JoinLogits(args.hidden, args.head, [&](const auto& shape, const std::byte* blocks) {
+      LinearVerifyMergeArgs merge = {.shape = shape,
+                                     .blocks = blocks,
+                                     .verify = args.verify,
+                                     .all_rows = rows,
+                                     .state = *state};
+      const int passes = VerifyMergePasses(args.verify, backend_->device().is_host);
+      for (; merge.pass < passes; ++merge.pass) LOGITD_RETURN_IF_ERROR(stream_->Run(merge));
+      return absl::OkStatus();
     });
   }
 

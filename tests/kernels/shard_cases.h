@@ -18,6 +18,7 @@
 #include "tests/kernels/op_check.h"
 #include "tests/kernels/op_runner.h"
 #include "tests/kernels/support_cases.h"
+#include "tests/kernels/verify_cases.h"
 
 namespace logitd::testing {
 
@@ -185,12 +186,28 @@ inline LossBatch SupportedLossesOf(const LinearCase& c) {
   return batch;
 }
 
+// Answers of linear_verify to drafts of every kind, in sequences of up to 90 rows of which about
+// half have block verification.
+inline std::string VerifyBitsOf(OpRunner& runner, const LinearInput& input, const LinearCase& c,
+                                int64_t longest = 90) {
+  const SampleBatch batch = VerifyRowsOf(c);
+  const auto drawn = runner.LinearSample(input.hidden, input.head, batch).value();
+  std::mt19937_64 random(c.seed);
+  std::string bits;
+  for (const Blocks blocks : {Blocks::kNone, Blocks::kSome}) {
+    const VerifyBatch verify =
+        RandomDrafts(drawn.tokens, c.vocab, longest, longest / 2, blocks, random);
+    bits += VerifyBits(runner.LinearVerify(input.hidden, input.head, batch, verify).value(), batch);
+  }
+  return bits;
+}
+
 // Every answer of the ops on one head, losses three times; a separate string for each call.
 inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   const LinearInput input = InputOf(c);
   int64_t entries = 0;
   const std::vector<SoftmaxTopKRow> asks = AsksOf(c.linear, &entries);
-  std::vector<std::string> bits(5);
+  std::vector<std::string> bits(6);
   const auto top = runner.LinearTopK(input.hidden, input.head, asks, entries).value();
   Append(top.indices, &bits[0]);
   Append(top.probs, &bits[0]);
@@ -208,13 +225,15 @@ inline std::vector<std::string> AllBits(OpRunner& runner, const ShardCase& c) {
   for (CrossEntropyRow& row : losses.rows) row.want = row.top_logprobs = 0;
   add_losses(losses, &bits[3]);
   add_losses(SupportedLossesOf(c.linear), &bits[4]);
+  bits[5] = VerifyBitsOf(runner, input, c.linear);
   return bits;
 }
 
 // What holds between ops on one head, whose logits all have the same bits.
 inline std::vector<OpCheck> ChecksOfExchangedLogits() {
   return {ForAll("LogprobsOfSupportsHaveTheBitsOfLinearSample", LinearSupportCases,
-                 OtherBitsThanLinearSample)};
+                 OtherBitsThanLinearSample),
+          ForAll("GreedyDraftsGiveTheBitsOfLinearSample", LinearVerifyCases, BrokenLinearGreedy)};
 }
 
 inline std::vector<ShardCase> ShardCases() {

@@ -175,6 +175,19 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   EXPECT_EQ(AllBits(*sharded, c) == AllBits(*runner_, c), true);
 }
 
+TEST_F(ShardsGpuTest, MoreRowsThanACallOfVerifyHasRoomForAreRefused) {
+  CuttingBackend backend(DevicesOf(2));
+  const auto stream = backend.CreateStream(StreamUse::kOps).value();
+  const VerifySequence sequence = {.first_row = 0, .rows = 1, .block = 0};
+  const HeadView head = {.weight = {nullptr, DType::kF32, 4, 4, 4}};
+  LinearVerifyArgs args = {.hidden = {nullptr, DType::kF32, 130561, 4, 4}, .head = head};
+  args.verify.sequences = &sequence;
+  args.verify.sequence_count = 1;
+  EXPECT_EQ(stream->Run(args),
+            absl::ResourceExhaustedError("rows: got 130561, allowed 1..130560 of one linear_verify "
+                                         "on a head that is cut over the devices"));
+}
+
 // So many rows that peers do not exchange their logits: more than 64 MiB.
 TEST_F(ShardsGpuTest, RowsThatNeedFewTokensGetTheBitsOfOneDevice) {
   uint64_t n = 76;

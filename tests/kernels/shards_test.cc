@@ -202,6 +202,9 @@ TEST(ShardsTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   Append(sharded->LinearCrossEntropy(input.hidden, input.head, losses).value(), &got_losses);
   Append(runner->LinearCrossEntropy(input.hidden, input.head, losses).value(), &want_losses);
   EXPECT_EQ(got_losses == want_losses, true);
+  // Sequences of more rows than an exchange has room for.
+  EXPECT_EQ(VerifyBitsOf(*sharded, input, c, c.rows) == VerifyBitsOf(*runner, input, c, c.rows),
+            true);
 }
 
 // ---- Faults

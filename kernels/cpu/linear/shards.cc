@@ -71,6 +71,16 @@ void LinearSampleMerge(const LinearSampleMergeArgs& args, ThreadPool& pool,
                });
 }
 
+void LinearVerifyMerge(const LinearVerifyMergeArgs& args, ThreadPool& pool,
+                       LinearScratch& scratch) {
+  ForWholeRows(args.shape, args.blocks, args.verify.sample.logits, pool, scratch,
+               [&](int64_t first, const WholeRows& logits) {
+                 VerifyArgs part = args.verify;
+                 part.sample.logits = logits[0];
+                 VerifyRows(part, args.pass, args.first_row + first, pool, scratch.verify);
+               });
+}
+
 void LinearSupportMerge(const LinearSupportMergeArgs& args, ThreadPool& pool,
                         LinearScratch& scratch) {
   ForWholeRows(args.shape, args.blocks, args.cross_entropy.logits, pool, scratch,

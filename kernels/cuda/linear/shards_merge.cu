@@ -20,6 +20,7 @@
 #include "kernels/cuda/loss/support.h"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/sampling/topk_row.cuh"
+#include "kernels/cuda/sampling/verify.h"
 
 namespace logitd::cuda {
 namespace {
@@ -240,6 +241,23 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
                         part.logits = *logits;
                         return Sample(part, left, stream);
                       });
+}
+
+cudaError_t LinearVerifyMerge(const LinearVerifyMergeArgs& args, Scratch scratch,
+                              cudaStream_t stream) {
+  Scratch state = {.data = args.state, .bytes = VerifyStateBytes(args.all_rows)};
+  const VerifySteps steps(args.verify, args.all_rows, state, stream);
+  const auto verify = [&](int64_t first, const TensorView* logits, const Scratch& left) {
+    return steps.Rows(args.pass, *logits, args.first_row + first, left);
+  };
+  cudaError_t error = cudaSuccess;
+  if (args.pass == 0 && args.first_row == 0) error = steps.Begin();
+  if (error == cudaSuccess) {
+    error = args.blocks == nullptr ? verify(0, &args.verify.sample.logits, scratch)
+                                   : ForWholeRows(args.shape, args.blocks, scratch, stream, verify);
+  }
+  const bool is_last = args.first_row + args.shape.rows == args.all_rows;
+  return error == cudaSuccess && is_last ? steps.End(args.pass) : error;
 }
 
 cudaError_t LinearSupportMerge(const LinearSupportMergeArgs& args, Scratch scratch,

@@ -31,12 +31,6 @@ static_assert(v1::DRAFT_KIND_GREEDY == static_cast<int>(DraftKind::kGreedy));
 static_assert(v1::DRAFT_KIND_LIST == static_cast<int>(DraftKind::kList));
 static_assert(v1::DRAFT_KIND_DENSE == static_cast<int>(DraftKind::kDense));
 
-absl::Status CheckIsWhole(const engine::Head* head) {
-  if (head == nullptr || !head->sharded()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrFormat(
-      "head: got %s, which is cut over devices, allowed one that is not", head->info().name));
-}
-
 absl::Status BuildSequences(const VerifyFields& fields, ops::VerifyRows* rows) {
   const Int32List& sequence_rows = fields.sequence_rows;
   const auto row_count = static_cast<int64_t>(rows->rows.size());
@@ -168,7 +162,6 @@ absl::Status VerifyCodec::Parse(Pieces pieces, int64_t max_rows, engine::JobSpec
   LOGITD_RETURN_IF_ERROR(ParseVerifyFields(pieces, static_cast<size_t>(max_rows), &fields));
   LOGITD_RETURN_IF_ERROR(input_.Read(pieces, fields, max_rows, find_));
   fields.vocab = input_.vocab();  // a head's, where the request does not say it
-  LOGITD_RETURN_IF_ERROR(CheckIsWhole(input_.head().get()));
   LOGITD_RETURN_IF_ERROR(BuildSampleRows(pieces, input_, &fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildSequences(fields, &rows_));
   LOGITD_RETURN_IF_ERROR(BuildDrafts(pieces, &fields, &rows_));
