@@ -63,8 +63,9 @@ inline LinearCrossEntropyArgs RowsOf(const LinearCrossEntropyArgs& args, int64_t
           .cross_entropy = RowsFrom(args.cross_entropy, first)};
 }
 
-// Two heads of one vocabulary, of any sizes and types. Neither is cut over several devices. One of
-// the two may be empty (0 tokens): then that input is its logits in `divergence`, in f32.
+// Two heads of one vocabulary, of any sizes and types. One of the two may be empty (0 tokens): then
+// that input is its logits in `divergence`, in f32. Where one is cut over several devices, the
+// other may be cut over them too, or whole on the first of them.
 struct LinearDivergenceArgs {
   TensorView hidden;  // as in LinearTopKArgs
   HeadView head;

@@ -28,6 +28,7 @@ std::string_view NameOf(const Op& op) {
                                          "linear_sample on a shard",
                                          "linear_sample on shards",
                                          "linear_verify on shards",
+                                         "linear_divergence on shards",
                                          "linear_cross_entropy's targets",
                                          "linear_cross_entropy on a shard",
                                          "linear_cross_entropy on shards",

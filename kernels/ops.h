@@ -28,22 +28,21 @@ struct KeptSampleMergeArgs;
 }  // namespace cuda
 
 // An op and its arguments, which the caller owns.
-using Op =
-    std::variant<const SoftmaxTopKArgs*, const SampleArgs*, const VerifyArgs*,
-                 const AttentionSoftmaxArgs*, const AttentionSoftmaxBackwardArgs*,
-                 const CrossEntropyArgs*, const CrossEntropyBackwardArgs*,
-                 const CrossEntropyTrainingArgs*, const DivergenceArgs*, const LinearTopKArgs*,
-                 const LinearSampleArgs*, const LinearVerifyArgs*, const LinearCrossEntropyArgs*,
-                 const LinearCrossEntropyBackwardArgs*, const LinearCrossEntropyTrainingArgs*,
-                 const LinearDivergenceArgs*, const LinearDivergenceTrainingArgs*,
-                 // The halves of linear ops on a sharded head: kernels/shards.h.
-                 const LinearTopKPartialArgs*, const LinearTopKMergeArgs*,
-                 const LinearSamplePartialArgs*, const LinearSampleMergeArgs*,
-                 const LinearVerifyMergeArgs*, const LinearCrossEntropyTargetsArgs*,
-                 const LinearCrossEntropyPartialArgs*, const LinearCrossEntropyMergeArgs*,
-                 const LinearSupportMergeArgs*, const LinearCrossEntropyBackwardPartialArgs*,
-                 const LinearCrossEntropyBackwardMergeArgs*, const cuda::ShardLogitsArgs*,
-                 const cuda::KeptSamplePartialArgs*, const cuda::KeptSampleMergeArgs*>;
+using Op = std::variant<
+    const SoftmaxTopKArgs*, const SampleArgs*, const VerifyArgs*, const AttentionSoftmaxArgs*,
+    const AttentionSoftmaxBackwardArgs*, const CrossEntropyArgs*, const CrossEntropyBackwardArgs*,
+    const CrossEntropyTrainingArgs*, const DivergenceArgs*, const LinearTopKArgs*,
+    const LinearSampleArgs*, const LinearVerifyArgs*, const LinearCrossEntropyArgs*,
+    const LinearCrossEntropyBackwardArgs*, const LinearCrossEntropyTrainingArgs*,
+    const LinearDivergenceArgs*, const LinearDivergenceTrainingArgs*,
+    // The halves of linear ops on a sharded head: kernels/shards.h.
+    const LinearTopKPartialArgs*, const LinearTopKMergeArgs*, const LinearSamplePartialArgs*,
+    const LinearSampleMergeArgs*, const LinearVerifyMergeArgs*, const LinearDivergenceMergeArgs*,
+    const LinearCrossEntropyTargetsArgs*, const LinearCrossEntropyPartialArgs*,
+    const LinearCrossEntropyMergeArgs*, const LinearSupportMergeArgs*,
+    const LinearCrossEntropyBackwardPartialArgs*, const LinearCrossEntropyBackwardMergeArgs*,
+    const cuda::ShardLogitsArgs*, const cuda::KeptSamplePartialArgs*,
+    const cuda::KeptSampleMergeArgs*>;
 
 // The name of an op in errors.
 std::string_view NameOf(const Op& op);

@@ -27,7 +27,7 @@ namespace logitd {
 // extra ids that those name. Null: not read.
 struct ShardInputs {
   TensorView hidden;
-  TensorView second_hidden;  // of another head
+  TensorView second_hidden;  // of another head: those of linear_divergence's second sharded head
   const void* rows = nullptr;
   size_t row_size = 0;
   const int32_t* extra_ids = nullptr;
@@ -159,6 +159,25 @@ class ShardedOps : public ShardedStream {
       if (IsAbandoned()) break;
     }
     return absl::OkStatus();
+  }
+  absl::Status Divergence(const LinearDivergenceArgs& args) {
+    StatesList states;
+    if (args.head.vocab() > 0) states.push_back({args.hidden, args.head});
+    if (args.reference_head.vocab() > 0)
+      states.push_back({args.reference_hidden, args.reference_head});
+    return OnLogits(states, [&](int64_t first, const ExchangedLogits& logits) {
+      LinearDivergenceMergeArgs merge = {.shape = logits.shape,
+                                         .blocks = logits.blocks,
+                                         .divergence = RowsFrom(args.divergence, first)};
+      const TensorView* next = logits.whole.data();
+      const auto take = [&](const HeadView& head, TensorView& given) {
+        given = head.vocab() > 0 ? *next++ : RowsOf(given, first, logits.shape.rows);
+        return given.data == nullptr;
+      };
+      merge.has_first = take(args.head, merge.divergence.logits);
+      merge.has_reference = take(args.reference_head, merge.divergence.reference_logits);
+      return OfShard(0, merge.blocks == nullptr ? lead().Run(merge.divergence) : lead().Run(merge));
+    });
   }
   // The losses of rows that have supports, and of rows that are left out.
   absl::Status SupportedLosses(const LinearCrossEntropyArgs& args) {

@@ -170,7 +170,8 @@ class HostShardedStream final : public ShardedOps {
           op, Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
                          [this](const LinearSampleArgs& args) { return Sample(args); },
                          [this](const LinearVerifyArgs& args) { return Verify(args); },
-                         [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); }});
+                         [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); },
+                         [this](const LinearDivergenceArgs& args) { return Divergence(args); }});
     });
   }
 

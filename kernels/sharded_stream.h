@@ -53,12 +53,13 @@ struct ShardedTrainingArgs {
   const ShardGradient* shards = nullptr;  // [training.gradient.head.shard_count]
 };
 
-// A stream that runs linear_topk, linear_sample, linear_verify and linear_cross_entropy on heads
-// with one shard on each of several devices, in their order. Its slabs and the answers are those of
-// the first device. Each op runs the partial on all devices at the same time, gathers the blocks
-// and merges them on the first device (kernels/shards.h), 64 MiB of blocks at a time (128 on CUDA).
-// linear_verify with block verification makes the logits of rows that do not fit at once anew in
-// each of its passes.
+// A stream that runs linear_topk, linear_sample, linear_verify, linear_cross_entropy and
+// linear_divergence on heads with one shard on each of several devices, in their order. Its slabs
+// and the answers are those of the first device. Each op runs the partial on all devices at the
+// same time, gathers the blocks and merges them on the first device (kernels/shards.h), 64 MiB of
+// blocks at a time (128 on CUDA); the blocks of two heads share that. linear_verify with block
+// verification makes the logits of rows that do not fit at once anew in each of its passes. A head
+// of linear_divergence that is not cut is multiplied on the first device.
 //
 // It also runs the two ops below, which make gradients; others are UNIMPLEMENTED.
 //

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/cross_entropy.h"
+#include "kernels/divergence.h"
 #include "kernels/head.h"
 #include "kernels/sample.h"
 #include "kernels/softmax_topk.h"
@@ -27,7 +28,9 @@ namespace logitd {
 // The answers are those of the linear op on one device (kernels/linear.h), to the bit, whatever the
 // number of shards. This holds because shards are cut at cells, which are the unit of every sum
 // over a row: partials are per cell, and the merge adds the cells in the order of one device. It
-// holds within one backend and one model of device, as for any op.
+// holds within one backend and one model of device, as for any op. linear_divergence has the bits
+// of divergence on the logits that linear_sample makes under the two heads: those of one device
+// where that makes logits, as it always does on the CPU.
 //
 // A block is made of arrays, each on a 16-byte border, row after row. Elements that a comment does
 // not mention are unspecified. On CUDA `sum` and `moment` are relative to a value near `max`, and
@@ -128,13 +131,13 @@ struct LinearTopKMergeArgs {
 //
 // What a row may be drawn from depends on edits, filters and a random number, so its logits are
 // exchanged: 4 bytes for each row and token. For many rows, send them in several calls. Other ops
-// have the same partial, and merges of their own: linear_verify, and linear_cross_entropy
-// of rows with supports.
+// have the same partial, and merges of their own: linear_verify, linear_divergence, and
+// linear_cross_entropy of rows with supports.
 
 struct SamplePartialShape {
   VocabShards shards;
   int64_t rows = 0;
-  int inputs = 1;  // 2: a block has the logits of both inputs of an op with two
+  int inputs = 1;  // 2: a block has the logits of both inputs of linear_divergence
 
   // A block: for each input, from a 16-byte border on, f32 logits [rows, shards.most_tokens()].
   size_t input_bytes() const;
@@ -184,6 +187,20 @@ struct LinearVerifyMergeArgs {
   int64_t first_row = 0;  // the call's row that is the blocks' first
   int pass = 0;
   std::byte* state = nullptr;  // [VerifyStateBytes(all_rows)], 256-byte aligned; null on the CPU
+};
+
+// ---- linear_divergence
+//
+// The partial is that of linear_sample, run for each input that is hidden states. One exchange
+// brings the logits of both.
+
+struct LinearDivergenceMergeArgs {
+  SamplePartialShape shape;           // inputs: those in the blocks, the first before the reference
+  const std::byte* blocks = nullptr;  // [shards, shape.bytes()], 16-byte aligned
+  // The inputs that the blocks have. `divergence` has the logits of the others, in f32.
+  bool has_first = true;
+  bool has_reference = true;
+  DivergenceArgs divergence;
 };
 
 // ---- linear_cross_entropy

@@ -1,5 +1,6 @@
 // A simulated device for sharded heads. It computes as the CPU backend does; a test holds the half
-// of linear_topk, or of linear_cross_entropy's backward, that runs on it, or makes it fail.
+// of linear_topk, of linear_cross_entropy's backward, or of an op that exchanges logits, that runs
+// on it, or makes it fail.
 #ifndef LOGITD_TESTS_SHARD_BACKEND_H_
 #define LOGITD_TESTS_SHARD_BACKEND_H_
 
@@ -98,6 +99,7 @@ class ShardBackend final : public Backend {
     }
     absl::Status RunOp(const Op& op) override {
       if (std::holds_alternative<const LinearTopKPartialArgs*>(op) ||
+          std::holds_alternative<const LinearSamplePartialArgs*>(op) ||
           std::holds_alternative<const LinearCrossEntropyBackwardPartialArgs*>(op)) {
         LOGITD_RETURN_IF_ERROR(backend_->Begin());
       }

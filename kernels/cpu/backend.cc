@@ -75,6 +75,7 @@ constexpr Overloaded kFunctions = {
     Function(&cpu::LinearSamplePartial),
     Function(&cpu::LinearSampleMerge),
     Function(&cpu::LinearVerifyMerge),
+    Function(&cpu::LinearDivergenceMerge),
     Function(&cpu::LinearCrossEntropyTargets),
     Function(&cpu::LinearCrossEntropyPartial),
     Function(&cpu::CrossEntropyMerge),

@@ -51,6 +51,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&LinearSamplePartial, LinearOp::kTokens),
     Launcher(&LinearSampleMerge),
     Launcher(&LinearVerifyMerge),
+    Launcher(&LinearDivergenceMerge),
     Launcher(&LinearCrossEntropyTargets, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyPartial, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyMerge),

@@ -32,7 +32,16 @@ namespace logitd::cuda {
 
 // What chooses the kernels of a call, sizes as powers of two.
 struct ShardCall {
-  enum class Kind : uint8_t { kTopK, kSample, kVerify, kLosses, kSupports, kBackward, kTraining };
+  enum class Kind : uint8_t {
+    kTopK,
+    kSample,
+    kVerify,
+    kLosses,
+    kSupports,
+    kDivergence,  // one of its inputs; logits are a call too
+    kBackward,
+    kTraining
+  };
 
   Kind kind;
   DType dtype;

@@ -42,6 +42,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_format.h"
 #include "absl/types/span.h"
@@ -71,7 +72,8 @@ class CudaShardedStream final : public ShardedOps {
         op, Overloaded{[this](const LinearTopKArgs& args) { return TopKOf(args); },
                        [this](const LinearSampleArgs& args) { return SampleOf(args); },
                        [this](const LinearVerifyArgs& args) { return VerifyOf(args); },
-                       [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); }});
+                       [this](const LinearCrossEntropyArgs& args) { return LossesOf(args); },
+                       [this](const LinearDivergenceArgs& args) { return DivergenceOf(args); }});
   }
   absl::StatusOr<StreamTimes> Wait() override { return devices_.Wait(); }
 
@@ -199,6 +201,13 @@ class CudaShardedStream final : public ShardedOps {
     const uint32_t options = (args.verify.sample.edited ? 1u : 0u) + (args.verify.blocks ? 2u : 0u);
     return Enqueue({{Kind::kVerify, args.hidden, args.head, 0, options}},
                    [&] { return Verify(args); });
+  }
+  absl::Status DivergenceOf(const LinearDivergenceArgs& args) {
+    absl::InlinedVector<ShardCall, 2> calls;
+    if (args.head.vocab() > 0) calls.push_back({Kind::kDivergence, args.hidden, args.head, 0, 0});
+    if (args.reference_head.vocab() > 0)
+      calls.push_back({Kind::kDivergence, args.reference_hidden, args.reference_head, 0, 0});
+    return Enqueue(calls, [&] { return Divergence(args); });
   }
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
     const CrossEntropyArgs& loss = args.cross_entropy;

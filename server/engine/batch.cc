@@ -36,7 +36,10 @@ size_t ParamBytes(const OpTraits& op) {
 
 }  // namespace
 
-bool IsSharded(const BatchKey& key) { return key.head != nullptr && key.head->sharded(); }
+bool IsSharded(const BatchKey& key) {
+  const auto sharded = [](const Head* head) { return head != nullptr && head->sharded(); };
+  return sharded(key.head) || sharded(key.reference_head);
+}
 
 JobSize SizeOfJob(const JobSpec& spec) {
   JobSize size;

@@ -160,6 +160,24 @@ inline v1::VerifyRequest Drafted(int64_t rows, uint32_t seed, const v1::SampleRe
   return request;
 }
 
+// Both heads, or "h" beside logits.
+inline v1::DivergenceRequest Compared(int64_t rows, uint32_t seed) {
+  v1::DivergenceRequest request = OfHead<v1::DivergenceRequest>(rows, seed);
+  if (seed % 3 == 1) {
+    request.set_reference_dtype(v1::DTYPE_F32);
+    request.set_reference_logits(Encode(v1::DTYPE_F32, Normal<double>(rows * kVocab, seed + 7, 2)));
+  } else {
+    request.set_reference_head("g");
+    request.set_reference_hidden_size(kReferenceHidden);
+    request.set_reference_hidden(
+        Encode(v1::DTYPE_BF16, Normal<double>(rows * kReferenceHidden, seed + 7, 1)));
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    request.add_targets(static_cast<int32_t>((row * 977 + seed) % kVocab));
+  request.add_temperature(0.8f);
+  return request;
+}
+
 inline v1::TopKRequest Top(int64_t rows, uint32_t seed) {
   v1::TopKRequest request = OfHead<v1::TopKRequest>(rows, seed);
   for (int64_t row = 0; row < rows; ++row) {
@@ -169,8 +187,10 @@ inline v1::TopKRequest Top(int64_t rows, uint32_t seed) {
   return request;
 }
 
-// What the calls of four threads get, by thread and call.
-inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server) {
+// What the calls of four threads get, by thread and call; with those of Divergence where they are
+// wanted.
+inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server,
+                                                     bool divergence = false) {
   constexpr int kThreads = 4;
   constexpr uint32_t kCalls = 12;
   std::vector<std::vector<std::string>> answers(kThreads);
@@ -191,14 +211,19 @@ inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server
         const grpc::Status topk = sampler->TopK(Context().get(), Top(rows, seed), &top);
         v1::ScoreResponse supported;
         v1::VerifyResponse verified;
+        v1::DivergenceResponse compared;
         const grpc::Status support =
             scorer->Score(Context().get(), Supported(rows, seed), &supported);
         const grpc::Status verify =
             sampler->Verify(Context().get(), Drafted(rows, seed, drawn), &verified);
-        for (const grpc::Status* status : {&score, &draw, &topk, &support, &verify})
+        const grpc::Status compare =
+            divergence ? scorer->Divergence(Context().get(), Compared(rows, seed), &compared)
+                       : grpc::Status::OK;
+        for (const grpc::Status* status : {&score, &draw, &topk, &support, &verify, &compare})
           EXPECT_TRUE(status->ok()) << status->error_message();
         answers[static_cast<size_t>(t)].push_back(Bits(scored) + Bits(drawn) + Bits(top) +
-                                                  Bits(supported) + Bits(verified));
+                                                  Bits(supported) + Bits(verified) +
+                                                  Bits(compared));
       }
     });
   }

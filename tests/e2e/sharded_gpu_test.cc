@@ -57,12 +57,21 @@ TEST_F(ShardedGpuTest, TheBitsAreThoseOfAWholeHead) {
     const ServerProcess one({flag, "--backend=cuda", "--device=0"});
     whole = Answers(one);
   }
+  std::vector<std::string> divergences;
   for (const char* devices : {"--device=0,1", "--device=1,0"}) {
-    ServerProcess sharded({absl::StrCat(flag, ",shard"), "--backend=cuda", devices});
+    std::vector<std::string> flags = folder.Flags(",shard", ",shard");
+    flags.insert(flags.end(), {"--backend=cuda", devices});
+    ServerProcess sharded(flags);
     EXPECT_EQ(Answers(sharded), whole) << devices;
+    v1::DivergenceResponse compared;
+    const grpc::Status status = v1::Scorer::NewStub(Connect(sharded.tcp()))
+                                    ->Divergence(Context().get(), Compared(90, 3), &compared);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    divergences.push_back(Bits(compared));
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
   }
+  EXPECT_EQ(divergences[0], divergences[1]);
 }
 
 // The answers of a server that starts with `flags`. nullopt: it does not, because the machine has

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -28,14 +29,73 @@ TEST(ShardedTest, TheBitsAreThoseOfAWholeHead) {
   std::vector<std::vector<std::string>> whole;
   {
     const ServerProcess one(With(folder.Flags("", ""), "--device=0"));
-    whole = Answers(one);
+    whole = Answers(one, /*divergence=*/true);
   }
   // Two devices, four, and more devices than cells.
   for (const char* devices : {"--device=0,1", "--device=0,1,2,3", "--device=0,1,2,3,4,5,6,7"}) {
     ServerProcess sharded(With(folder.Flags(",shard", ",shard"), devices));
-    EXPECT_EQ(Answers(sharded), whole) << devices;
+    EXPECT_EQ(Answers(sharded, /*divergence=*/true), whole) << devices;
     sharded.Signal(SIGTERM);
     EXPECT_EQ(sharded.Wait(absl::Seconds(20)), 0) << sharded.Log();
+  }
+}
+
+TEST(ShardedTest, DivergenceTakesOneHeadThatIsCutAndOneThatIsWhole) {
+  const HeadFolder folder;
+  const v1::DivergenceRequest request = Compared(90, 3);
+  std::vector<std::string> answers;
+  for (const auto& [first, reference] : {std::pair("", ""), {",shard", ""}, {"", ",shard"}}) {
+    const ServerProcess server(With(folder.Flags(first, reference), "--device=0,1,2"));
+    v1::DivergenceResponse compared;
+    const grpc::Status status =
+        v1::Scorer::NewStub(Connect(server.tcp()))->Divergence(Context().get(), request, &compared);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    answers.push_back(Bits(compared));
+  }
+  EXPECT_EQ(answers[1], answers[0]);
+  EXPECT_EQ(answers[2], answers[0]);
+}
+
+// The first of two messages of a stream comes before an update of the reference, the second after.
+TEST(ShardedTest, AStreamKeepsTheReferenceThatItBeganWith) {
+  const HeadFolder folder;
+  const ServerProcess server(
+      {"--device=0,1,2", "--cpu-threads=1", absl::StrCat("--head-root=", folder.path())});
+  v1::Head head;
+  ASSERT_TRUE(Load(server, /*shard=*/true, &head).ok());
+  ASSERT_TRUE(Load(server, /*shard=*/true, &head, "g", "reference.safetensors").ok());
+  const auto channel = Connect(server.tcp());
+  const auto scorer = v1::Scorer::NewStub(channel);
+  const auto context = Context();
+  const auto stream = scorer->DivergenceStream(context.get());
+  v1::DivergenceResponse first, second, third;
+  ASSERT_TRUE(stream->Write(Compared(5, 3)));
+  ASSERT_TRUE(stream->Read(&first));
+  v1::UpdateHeadRequest update;
+  update.set_name("g");
+  update.set_path("reference.safetensors");
+  const auto heads = v1::Heads::NewStub(channel);
+  const auto updating = Context();
+  const auto call = heads->Update(updating.get());
+  ASSERT_TRUE(call->Write(update));
+  call->WritesDone();
+  v1::UpdateHeadResponse progress;
+  while (call->Read(&progress)) {
+  }
+  const grpc::Status updated = call->Finish();
+  ASSERT_TRUE(updated.ok()) << updated.error_message();
+  EXPECT_EQ(progress.head().shards_size(), 3);
+  ASSERT_TRUE(stream->Write(Compared(5, 3)));
+  ASSERT_TRUE(stream->Read(&second));
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+  ASSERT_TRUE(scorer->Divergence(Context().get(), Compared(5, 3), &third).ok());
+  EXPECT_EQ(first.reference_head_version(), 1);
+  EXPECT_EQ(second.reference_head_version(), 1);
+  EXPECT_EQ(third.reference_head_version(), 2);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(second.forward_kl(i), first.forward_kl(i));
+    EXPECT_EQ(third.forward_kl(i), first.forward_kl(i));
   }
 }
 

@@ -54,6 +54,16 @@ const OpTraits kTop1 = {
                                                 .status = batch.Out(kOutStatus)}});
     }};
 
+// The same of the second head.
+const OpTraits kTop1OfReference = {.name = "top1_of_reference",
+                                   .inputs = kInputs,
+                                   .outputs = kOutputs,
+                                   .enqueue = [](Stream& stream, const BatchView& batch) {
+                                     BatchView of_reference = batch;
+                                     of_reference.head = batch.reference_head;
+                                     return kTop1.enqueue(stream, of_reference);
+                                   }};
+
 // kLast has the largest weight of all tokens, kFirst the least. They are on different devices.
 constexpr int32_t kFirst = 5;
 constexpr int32_t kLast = kVocab - 5;
@@ -61,11 +71,17 @@ float Weight(int64_t token) {
   return token == kLast ? 1 : token == kFirst ? -1 : static_cast<float>(token % 7) * 0.1f;
 }
 
-// Row r asks for kFirst or kLast.
+// Row r asks for kFirst or kLast, of `reference` where there is one.
 class TopJob final : public CheckedJob {
  public:
-  TopJob(std::shared_ptr<const Head> head, int64_t rows) : head_(std::move(head)) {
-    spec_.key = {.op = &kTop1, .dtype = DType::kF32, .row_elements = kHidden, .head = head_.get()};
+  TopJob(std::shared_ptr<const Head> head, int64_t rows,
+         std::shared_ptr<const Head> reference = nullptr)
+      : head_(std::move(head)), reference_(std::move(reference)) {
+    spec_.key = {.op = reference_ == nullptr ? &kTop1 : &kTop1OfReference,
+                 .dtype = DType::kF32,
+                 .row_elements = kHidden,
+                 .head = head_.get(),
+                 .reference_head = reference_.get()};
     spec_.counts[kRows] = spec_.counts[kEntries] = rows;
     spec_.max_row_entries = 1;
     spec_.size = SizeOfJob(spec_);
@@ -96,13 +112,14 @@ class TopJob final : public CheckedJob {
   }
 
   const std::shared_ptr<const Head> head_;
+  const std::shared_ptr<const Head> reference_;
 };
 
 // Three devices with one stream each.
 class ShardedTest : public EngineFixtureOn<ShardBackend> {
  protected:
   static constexpr int kDevices = 3;
-  static constexpr const OpTraits* kOps[] = {&kTop1};
+  static constexpr const OpTraits* kOps[] = {&kTop1, &kTop1OfReference};
 
   void Start(int streams, const ShardOptions& shards = {}) {
     EngineOptions options = SmallOptions(kOps);
@@ -135,6 +152,11 @@ class ShardedTest : public EngineFixtureOn<ShardBackend> {
   std::shared_ptr<TopJob> Submit(const std::shared_ptr<const Head>& head, int64_t rows = 1) {
     return EngineFixtureOn::Submit(std::make_shared<TopJob>(head, rows));
   }
+  // Of a sharded reference, beside `head`.
+  std::shared_ptr<TopJob> SubmitReference(const std::shared_ptr<const Head>& head,
+                                          int64_t rows = 1) {
+    return EngineFixtureOn::Submit(std::make_shared<TopJob>(head, rows, sharded_));
+  }
 
   std::shared_ptr<const Head> sharded_;
   std::shared_ptr<const Head> whole_;
@@ -143,6 +165,17 @@ class ShardedTest : public EngineFixtureOn<ShardBackend> {
 TEST_F(ShardedTest, JobsOnWholeAndShardedHeadsAreAnsweredSideBySide) {
   Start(1);
   for (int i = 0; i < 60; ++i) Submit(i % 3 == 0 ? whole_ : sharded_, 1 + i % 5);
+  WaitIdle();
+  for (const auto& job : jobs_) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
+  EXPECT_GT(device(0).partials(), 0);
+  EXPECT_EQ(device(0).partials(), device(1).partials());
+  EXPECT_EQ(device(0).partials(), device(2).partials());
+}
+
+TEST_F(ShardedTest, AShardedReferenceRunsOnAllDevices) {
+  Start(2);
+  const std::shared_ptr<const Head> heads[] = {whole_, sharded_, nullptr};
+  for (int i = 0; i < 60; ++i) SubmitReference(heads[i % 3], 1 + i % 5);
   WaitIdle();
   for (const auto& job : jobs_) EXPECT_TRUE(job->Wait().ok()) << job->Wait();
   EXPECT_GT(device(0).partials(), 0);
@@ -190,11 +223,14 @@ TEST_F(ShardedTest, ALostShardEndsAllWorkOnShardedHeadsAndNoOther) {
   const auto running = Submit(sharded_);
   device(1).WaitUntilHeld();
   const auto waiting = Submit(sharded_);
+  const auto waiting_too = SubmitReference(whole_);
   device(1).Fail(absl::InternalError("sticky"));
   device(1).Release();
   EXPECT_EQ(running->Wait().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(waiting->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
+  EXPECT_EQ(waiting_too->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
   EXPECT_EQ(Submit(sharded_)->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
+  EXPECT_EQ(SubmitReference(nullptr)->Wait(), absl::UnavailableError("device 11 is lost: sticky"));
   EXPECT_TRUE(Submit(whole_)->Wait().ok());
   WaitIdle();
   EXPECT_TRUE(devices_->lost(1));

@@ -55,10 +55,13 @@ inline std::vector<ShardGradient> CutGradient(const LinearCrossEntropyBackwardAr
   return parts;
 }
 
+// The heads of linear_divergence that are cut; others stay whole.
+enum class CutHeads { kBoth, kFirst, kReference };
+
 class CuttingStream final : public Stream {
  public:
-  CuttingStream(std::unique_ptr<ShardedStream> stream, int shards)
-      : stream_(std::move(stream)), shards_(shards) {}
+  CuttingStream(std::unique_ptr<ShardedStream> stream, int shards, CutHeads cut_heads)
+      : stream_(std::move(stream)), shards_(shards), cut_heads_(cut_heads) {}
 
   absl::Status Upload(const Slab& slab, size_t offset, size_t bytes) override {
     return stream_->Upload(slab, offset, bytes);
@@ -76,6 +79,7 @@ class CuttingStream final : public Stream {
                    [this](const LinearSampleArgs& args) { return Cut(args); },
                    [this](const LinearVerifyArgs& args) { return Cut(args); },
                    [this](const LinearCrossEntropyArgs& args) { return Cut(args); },
+                   [this](const LinearDivergenceArgs& args) { return Divergence(args); },
                    [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); },
                    [this](const LinearCrossEntropyTrainingArgs& args) { return Training(args); }});
   }
@@ -86,6 +90,16 @@ class CuttingStream final : public Stream {
   absl::Status Cut(Args args) {
     const std::vector<HeadView> parts = CutHead(args.head, shards_);
     args.head = WithShards(args.head, parts);
+    stream_->Watch(abandoned());
+    return stream_->Run(args);
+  }
+  absl::Status Divergence(LinearDivergenceArgs args) {
+    const std::vector<HeadView> parts = CutHead(args.head, shards_);
+    const std::vector<HeadView> reference_parts = CutHead(args.reference_head, shards_);
+    if (args.head.vocab() > 0 && cut_heads_ != CutHeads::kReference)
+      args.head = WithShards(args.head, parts);
+    if (args.reference_head.vocab() > 0 && cut_heads_ != CutHeads::kFirst)
+      args.reference_head = WithShards(args.reference_head, reference_parts);
     stream_->Watch(abandoned());
     return stream_->Run(args);
   }
@@ -110,12 +124,14 @@ class CuttingStream final : public Stream {
 
   const std::unique_ptr<ShardedStream> stream_;
   const int shards_;
+  const CutHeads cut_heads_;
 };
 
 class CuttingBackend final : public Backend {
  public:
   // `threads`: of each device.
-  CuttingBackend(int shards, int threads) {
+  CuttingBackend(int shards, int threads, CutHeads cut_heads = CutHeads::kBoth)
+      : cut_heads_(cut_heads) {
     for (int i = 0; i < shards; ++i) {
       devices_.push_back(CreateCpuBackend({.device = i, .cpu_threads = threads}).value());
     }
@@ -123,8 +139,8 @@ class CuttingBackend final : public Backend {
 
   // Devices that read the first one's memory.
   explicit CuttingBackend(std::vector<std::unique_ptr<Backend>> devices,
-                          const ShardOptions& options = {})
-      : devices_(std::move(devices)), options_(options) {}
+                          const ShardOptions& options = {}, CutHeads cut_heads = CutHeads::kBoth)
+      : devices_(std::move(devices)), options_(options), cut_heads_(cut_heads) {}
 
   const DeviceInfo& device() const override { return devices_.front()->device(); }
   absl::StatusOr<Slab> AllocateSlab(size_t bytes) override {
@@ -140,12 +156,14 @@ class CuttingBackend final : public Backend {
     for (const auto& device : devices_) backends.push_back(device.get());
     absl::StatusOr<std::unique_ptr<ShardedStream>> stream = CreateShardedStream(backends, options_);
     if (!stream.ok()) return stream.status();
-    return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()));
+    return std::make_unique<CuttingStream>(*std::move(stream), static_cast<int>(devices_.size()),
+                                           cut_heads_);
   }
 
  private:
   std::vector<std::unique_ptr<Backend>> devices_;
   const ShardOptions options_;
+  const CutHeads cut_heads_;
 };
 
 }  // namespace logitd::testing

@@ -40,6 +40,7 @@ class PartialStream final : public Stream {
         Overloaded{[this](const LinearTopKArgs& args) { return TopK(args); },
                    [this](const LinearSampleArgs& args) { return Sample(args); },
                    [this](const LinearVerifyArgs& args) { return Verify(args); },
+                   [this](const LinearDivergenceArgs& args) { return Divergence(args); },
                    [this](const LinearCrossEntropyArgs& args) { return Losses(args); },
                    [this](const LinearCrossEntropyBackwardArgs& args) { return Backward(args); }});
   }
@@ -84,6 +85,38 @@ class PartialStream final : public Stream {
       for (; merge.pass < passes; ++merge.pass) LOGITD_RETURN_IF_ERROR(stream_->Run(merge));
       return absl::OkStatus();
     });
+  }
+
+  absl::Status Divergence(const LinearDivergenceArgs& args) {
+    const bool first = args.head.vocab() > 0;
+    const bool reference = args.reference_head.vocab() > 0;
+    const SamplePartialShape shape = {.shards = {.vocab = args.vocab(), .count = shards_},
+                                      .rows = args.rows(),
+                                      .inputs = (first ? 1 : 0) + (reference ? 1 : 0)};
+    const auto blocks = Allocate(shape.bytes() * static_cast<size_t>(shards_));
+    if (!blocks.ok()) return blocks.status();
+    int input = 0;
+    const auto add = [&](const TensorView& hidden, const HeadView& head) {
+      const std::vector<HeadView> parts = CutHead(head, shards_);
+      for (int s = 0; s < shards_; ++s) {
+        LOGITD_RETURN_IF_ERROR(stream_->Run(
+            LinearSamplePartialArgs{.hidden = hidden,
+                                    .head = parts[static_cast<size_t>(s)],
+                                    .shard = s,
+                                    .shape = shape,
+                                    .input = input,
+                                    .block = *blocks + static_cast<size_t>(s) * shape.bytes()}));
+      }
+      ++input;
+      return absl::OkStatus();
+    };
+    if (first) LOGITD_RETURN_IF_ERROR(add(args.hidden, args.head));
+    if (reference) LOGITD_RETURN_IF_ERROR(add(args.reference_hidden, args.reference_head));
+    return stream_->Run(LinearDivergenceMergeArgs{.shape = shape,
+                                                  .blocks = *blocks,
+                                                  .has_first = first,
+                                                  .has_reference = reference,
+                                                  .divergence = args.divergence});
   }
 
   absl::Status Losses(const LinearCrossEntropyArgs& args) {

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/shards.h"
+#include "tests/kernels/divergence_cases.h"
 #include "tests/kernels/linear_cases.h"
 #include "tests/kernels/linear_gradient_cases.h"
 #include "tests/kernels/op_check.h"
@@ -199,6 +200,36 @@ inline std::string VerifyBitsOf(OpRunner& runner, const LinearInput& input, cons
         RandomDrafts(drawn.tokens, c.vocab, longest, longest / 2, blocks, random);
     bits += VerifyBits(runner.LinearVerify(input.hidden, input.head, batch, verify).value(), batch);
   }
+  return bits;
+}
+
+// Answers of linear_divergence: of two heads, and where `mixed` of each beside logits.
+inline std::vector<std::string> DivergencesBits(OpRunner& runner, const ShardCase& c,
+                                                bool mixed = true) {
+  ShardCase other = c;
+  other.linear.dtype = c.linear.dtype == DType::kF32 ? DType::kBF16 : DType::kF32;
+  other.linear.hidden += 24;
+  other.linear.bias = !c.linear.bias;
+  other.linear.seed += 50;
+  if (c.linear.seed % 2 == 0) other.logits = Logits::kRandom;
+  const LinearInput x = InputOf(c), y = InputOf(other);
+  const int64_t vocab = c.linear.vocab;
+  HostTensor logits(DType::kF32, c.linear.rows, vocab, vocab + 3, 0);
+  std::vector<DivergenceRow> rows;
+  std::mt19937_64 random(c.linear.seed);
+  for (int64_t r = 0; r < c.linear.rows; ++r) {
+    FillRow(logits, r, Fill::kNormal, c.linear.seed);
+    rows.push_back(RandomDivergence(vocab, random));
+  }
+  std::vector<std::string> bits;
+  const auto add = [&](const absl::StatusOr<DivergenceAnswer>& answer) {
+    bits.emplace_back();
+    for (int64_t r = 0; r < c.linear.rows; ++r) bits.back() += DivergenceBits(answer.value(), r);
+  };
+  add(runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows));
+  if (!mixed) return bits;
+  add(runner.MixedDivergence(x.hidden, x.head, logits, true, rows));
+  add(runner.MixedDivergence(y.hidden, y.head, logits, false, rows));
   return bits;
 }
 

@@ -62,12 +62,18 @@ std::vector<ShardCase> GpuShardCases() {
   return cases;
 }
 
-// The answers of one device to all cases, by case and call. Made once.
+// The answers of one device to all cases, by case and call; those of linear_divergence from the
+// logits that linear_sample makes. Made once.
 const std::vector<std::vector<std::string>>& BitsOfOneDevice() {
   static const auto& bits = *new auto([] {
     const auto runner = OpRunner::Create(Cuda()->get()).value();
+    PartialBackend one_shard(Cuda()->get(), 1);
+    const auto logits = OpRunner::Create(&one_shard).value();
     std::vector<std::vector<std::string>> want;
-    for (const ShardCase& c : GpuShardCases()) want.push_back(AllBits(*runner, c));
+    for (const ShardCase& c : GpuShardCases()) {
+      want.push_back(AllBits(*runner, c));
+      for (std::string& more : DivergencesBits(*logits, c)) want.back().push_back(std::move(more));
+    }
     return want;
   }());
   return bits;
@@ -77,7 +83,10 @@ void ExpectBitsOfOneDevice(Backend* sharded, int shards) {
   const std::vector<ShardCase> cases = GpuShardCases();
   const auto runner = OpRunner::Create(sharded).value();
   for (size_t i = 0; i < cases.size(); ++i) {
-    const std::vector<std::string> got = AllBits(*runner, cases[i]);
+    std::vector<std::string> got = AllBits(*runner, cases[i]);
+    if (i % 3 == static_cast<size_t>(shards) % 3) {  // each takes long
+      for (std::string& more : DivergencesBits(*runner, cases[i])) got.push_back(std::move(more));
+    }
     for (size_t call = 0; call < got.size(); ++call) {
       EXPECT_EQ(got[call] == BitsOfOneDevice()[i][call], true)
           << DescribeShards(cases[i]) << ", call " << call << ", " << shards << " shards";
@@ -96,6 +105,22 @@ TEST_F(ShardsGpuTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
   for (const int shards : {1, 2, 3}) {
     PartialBackend backend(Cuda()->get(), shards);
     ExpectBitsOfOneDevice(&backend, shards);
+  }
+}
+
+TEST_F(ShardsGpuTest, AHeadThatIsCutMayComeBesideOneThatIsWhole) {
+  const std::vector<ShardCase> cases = GpuShardCases();
+  PartialBackend one_shard(Cuda()->get(), 1);
+  const auto logits = OpRunner::Create(&one_shard).value();
+  for (const CutHeads cut : {CutHeads::kFirst, CutHeads::kReference}) {
+    CuttingBackend backend(DevicesOf(3), {}, cut);
+    const auto sharded = OpRunner::Create(&backend).value();
+    for (size_t i = 0; i < cases.size(); i += 5) {
+      EXPECT_EQ(DivergencesBits(*sharded, cases[i], /*mixed=*/false) ==
+                    DivergencesBits(*logits, cases[i], /*mixed=*/false),
+                true)
+          << DescribeShards(cases[i]) << ", cut " << static_cast<int>(cut);
+    }
   }
 }
 
@@ -173,6 +198,10 @@ TEST_F(ShardsGpuTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   CuttingBackend backend(DevicesOf(2));
   const auto sharded = OpRunner::Create(&backend).value();
   EXPECT_EQ(AllBits(*sharded, c) == AllBits(*runner_, c), true);
+  PartialBackend one_shard(Cuda()->get(), 1);
+  EXPECT_EQ(
+      DivergencesBits(*sharded, c) == DivergencesBits(*OpRunner::Create(&one_shard).value(), c),
+      true);
 }
 
 TEST_F(ShardsGpuTest, MoreRowsThanACallOfVerifyHasRoomForAreRefused) {

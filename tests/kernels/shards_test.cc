@@ -91,13 +91,18 @@ TEST(ShardsTest, AnyNumberOfShardsGivesTheBitsOfOneDevice) {
   const std::vector<ShardCase> cases = ShardCases();
   const auto one = CreateCpuBackend({.cpu_threads = 2}).value();
   const auto runner = OpRunner::Create(one.get()).value();
+  const auto bits_of = [](OpRunner& of, const ShardCase& c) {
+    std::vector<std::string> bits = AllBits(of, c);
+    for (std::string& more : DivergencesBits(of, c)) bits.push_back(std::move(more));
+    return bits;
+  };
   std::vector<std::vector<std::string>> want;
-  for (const ShardCase& c : cases) want.push_back(AllBits(*runner, c));
+  for (const ShardCase& c : cases) want.push_back(bits_of(*runner, c));
   for (const int shards : {1, 2, 3, 4, 8, 13}) {
     CuttingBackend backend(shards, /*threads=*/shards % 2 + 1);
     const auto sharded = OpRunner::Create(&backend).value();
     for (size_t i = 0; i < cases.size(); ++i) {
-      const std::vector<std::string> got = AllBits(*sharded, cases[i]);
+      const std::vector<std::string> got = bits_of(*sharded, cases[i]);
       for (size_t op = 0; op < got.size(); ++op) {
         EXPECT_EQ(got[op] == want[i][op], true)
             << DescribeShards(cases[i]) << ", op " << op << ", " << shards << " shards";
@@ -115,6 +120,24 @@ TEST(ShardsTest, PartialsAndTheirMergeGiveTheBitsOfOneDevice) {
   for (size_t i = 0; i < cases.size(); i += 3) {
     EXPECT_EQ(AllBits(*sharded, cases[i]) == AllBits(*runner, cases[i]), true)
         << DescribeShards(cases[i]);
+    EXPECT_EQ(DivergencesBits(*sharded, cases[i]) == DivergencesBits(*runner, cases[i]), true)
+        << DescribeShards(cases[i]);
+  }
+}
+
+TEST(ShardsTest, AHeadThatIsCutMayComeBesideOneThatIsWhole) {
+  const auto one = CreateCpuBackend({.cpu_threads = 1}).value();
+  const auto runner = OpRunner::Create(one.get()).value();
+  const std::vector<ShardCase> cases = ShardCases();
+  for (const CutHeads cut : {CutHeads::kFirst, CutHeads::kReference}) {
+    CuttingBackend backend(3, /*threads=*/1, cut);
+    const auto sharded = OpRunner::Create(&backend).value();
+    for (size_t i = 1; i < cases.size(); i += 4) {
+      EXPECT_EQ(DivergencesBits(*sharded, cases[i], /*mixed=*/false) ==
+                    DivergencesBits(*runner, cases[i], /*mixed=*/false),
+                true)
+          << DescribeShards(cases[i]) << ", cut " << static_cast<int>(cut);
+    }
   }
 }
 
@@ -205,6 +228,7 @@ TEST(ShardsTest, RowsThatDoNotFitInOneExchangeRunInSeveral) {
   // Sequences of more rows than an exchange has room for.
   EXPECT_EQ(VerifyBitsOf(*sharded, input, c, c.rows) == VerifyBitsOf(*runner, input, c, c.rows),
             true);
+  EXPECT_EQ(DivergencesBits(*sharded, {c}) == DivergencesBits(*runner, {c}), true);
 }
 
 // ---- Faults
@@ -330,6 +354,44 @@ TEST_F(FaultTest, AnErrorInTheBackwardNamesItsDeviceAndTheNextCallIsWhole) {
   EXPECT_NEAR(d_hidden_[0], 0.25 * (3000 * p - 1), 1e-5 * 0.25 * (3000 * p + 1));
   EXPECT_NEAR(d_weight_[4], p - 1, 1e-6);
   EXPECT_NEAR(d_weight_[2999 * 4], p, 1e-6);
+}
+
+// Of two heads, the first of which is cut, and the reference whole or cut.
+TEST_F(FaultTest, AnErrorInADivergenceNamesItsDeviceAndTheNextCallIsWhole) {
+  const DivergenceRow row = {
+      .active = 1, .target = 2, .temperature = 1, .reference_temperature = 1};
+  for (const bool cut : {false, true}) {
+    float values[8];
+    std::fill_n(values, 8, kUnwrittenFloat);
+    RowStatus status;
+    const LinearDivergenceArgs args = {
+        .hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
+        .head = WithShards(whole_, parts_),
+        .reference_hidden = {hidden_.data(), DType::kF32, 1, 4, 4},
+        .reference_head = cut ? WithShards(whole_, parts_) : whole_,
+        .divergence = {.rows = &row,
+                       .answers = {.forward_kl = values,
+                                   .reverse_kl = values + 1,
+                                   .entropy = values + 2,
+                                   .reference_entropy = values + 3,
+                                   .logsumexp = values + 4,
+                                   .reference_logsumexp = values + 5,
+                                   .target_logprob = values + 6,
+                                   .reference_target_logprob = values + 7,
+                                   .status = &status}}};
+    devices_[2]->Fail(absl::UnavailableError("out of luck"));
+    const absl::Status failed = stream_->Run(args);
+    EXPECT_EQ(failed.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(FailedShard(failed), 2);
+    EXPECT_EQ(values[0], kUnwrittenFloat);
+    EXPECT_TRUE(stream_->Wait().ok());
+    devices_[2]->Fail(absl::OkStatus());
+    ASSERT_TRUE(stream_->Run(args).ok());
+    ASSERT_TRUE(stream_->Wait().ok());
+    EXPECT_EQ(values[0], 0);  // both rows are the same: each token has the logit 1
+    EXPECT_NEAR(values[2], std::log(3000.0), 4e-6 * std::log(3000.0));
+    EXPECT_NEAR(values[7], -std::log(3000.0), 4e-6 * std::log(3000.0));
+  }
 }
 
 TEST_F(FaultTest, AllDevicesThatHangInTheBackwardAreNamed) {

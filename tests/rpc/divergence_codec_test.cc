@@ -153,6 +153,23 @@ TEST(DivergenceCodecTest, HiddenStatesHaveTheirTwoHeads) {
   EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 2 * 16}));  // rows of 10 bytes, padded
 }
 
+TEST(DivergenceCodecTest, EitherHeadMayBeCutOverTheDevices) {
+  EXPECT_FALSE(engine::IsSharded(Parsed(Hidden()).spec.key));
+  Request first = Hidden();
+  first.set_head("cut");
+  Parsed one(first);
+  EXPECT_TRUE(one.status.ok()) << one.status;
+  EXPECT_TRUE(engine::IsSharded(one.spec.key));
+  Request second = Hidden();
+  second.set_reference_dtype(v1::DTYPE_F32);
+  second.set_reference_head("cut");
+  second.set_reference_hidden_size(2);
+  second.set_reference_hidden(std::string(16, '\1'));
+  Parsed other(second);
+  EXPECT_TRUE(other.status.ok()) << other.status;
+  EXPECT_TRUE(engine::IsSharded(other.spec.key));
+}
+
 TEST(DivergenceCodecTest, EitherInputMayBeLogitsOfF32BesideHiddenStates) {
   Request first = Hidden();
   first.clear_reference_dtype();
@@ -286,13 +303,6 @@ constexpr testing::Refused<Request> kRefusedDivergence[] = {
        r->set_reference_logits(std::string(12, '\1'));
      },
      "reference_dtype: got bf16, allowed f32 for logits beside hidden states"},
-    {"a_reference_that_is_cut",
-     [](R r) {
-       r->set_reference_head("cut");
-       r->set_reference_hidden_size(2);
-       r->set_reference_hidden(std::string(16, '\1'));
-     },
-     "reference_head: got cut, which is cut over devices"},
     {"no_such_lease",
      [](R r) { r->mutable_reference_shared()->set_lease(std::string(kLeaseIdBytes, 'x')); },
      "reference: no such lease", absl::StatusCode::kNotFound},

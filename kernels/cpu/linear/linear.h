@@ -85,6 +85,8 @@ void LinearSamplePartial(const LinearSamplePartialArgs& args, ThreadPool& pool,
                          LinearScratch& scratch, const std::atomic<bool>* abandoned = nullptr);
 void LinearSampleMerge(const LinearSampleMergeArgs& args, ThreadPool& pool, LinearScratch& scratch);
 void LinearVerifyMerge(const LinearVerifyMergeArgs& args, ThreadPool& pool, LinearScratch& scratch);
+void LinearDivergenceMerge(const LinearDivergenceMergeArgs& args, ThreadPool& pool,
+                           LinearScratch& scratch);
 void LinearSupportMerge(const LinearSupportMergeArgs& args, ThreadPool& pool,
                         LinearScratch& scratch);
 void LinearCrossEntropyTargets(const LinearCrossEntropyTargetsArgs& args, ThreadPool& pool);

@@ -81,6 +81,20 @@ void LinearVerifyMerge(const LinearVerifyMergeArgs& args, ThreadPool& pool,
                });
 }
 
+void LinearDivergenceMerge(const LinearDivergenceMergeArgs& args, ThreadPool& pool,
+                           LinearScratch& scratch) {
+  ForWholeRows(args.shape, args.blocks, {}, pool, scratch,
+               [&](int64_t first, const WholeRows& logits) {
+                 DivergenceArgs part = RowsFrom(args.divergence, first);
+                 const TensorView* next = logits.data();
+                 const int64_t rows = next->rows;
+                 part.logits = args.has_first ? *next++ : RowsOf(part.logits, first, rows);
+                 part.reference_logits =
+                     args.has_reference ? *next : RowsOf(part.reference_logits, first, rows);
+                 Divergence(part, pool, scratch.divergence);
+               });
+}
+
 void LinearSupportMerge(const LinearSupportMergeArgs& args, ThreadPool& pool,
                         LinearScratch& scratch) {
   ForWholeRows(args.shape, args.blocks, args.cross_entropy.logits, pool, scratch,

@@ -37,6 +37,8 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
                               cudaStream_t stream);
 cudaError_t LinearVerifyMerge(const LinearVerifyMergeArgs& args, Scratch scratch,
                               cudaStream_t stream);
+cudaError_t LinearDivergenceMerge(const LinearDivergenceMergeArgs& args, Scratch scratch,
+                                  cudaStream_t stream);
 cudaError_t LinearSupportMerge(const LinearSupportMergeArgs& args, Scratch scratch,
                                cudaStream_t stream);
 // The two halves of linear_sample where every row needs only a few of its first tokens

@@ -260,6 +260,20 @@ cudaError_t LinearVerifyMerge(const LinearVerifyMergeArgs& args, Scratch scratch
   return error == cudaSuccess && is_last ? steps.End(args.pass) : error;
 }
 
+cudaError_t LinearDivergenceMerge(const LinearDivergenceMergeArgs& args, Scratch scratch,
+                                  cudaStream_t stream) {
+  return ForWholeRows(args.shape, args.blocks, scratch, stream,
+                      [&](int64_t first, const TensorView* logits, const Scratch& left) {
+                        DivergenceArgs part = RowsFrom(args.divergence, first);
+                        const int64_t rows = logits->rows;
+                        part.logits = args.has_first ? *logits++ : RowsOf(part.logits, first, rows);
+                        part.reference_logits = args.has_reference
+                                                    ? *logits
+                                                    : RowsOf(part.reference_logits, first, rows);
+                        return Divergence(part, left, stream);
+                      });
+}
+
 cudaError_t LinearSupportMerge(const LinearSupportMergeArgs& args, Scratch scratch,
                                cudaStream_t stream) {
   if (args.blocks == nullptr) return SupportedCrossEntropy(args.cross_entropy, scratch, stream);

@@ -71,14 +71,6 @@ absl::Status OfReference(const absl::Status& status) {
 
 std::string_view NameOf(const engine::Head& head) { return head.info().name; }
 
-absl::Status CheckWhole(std::string_view field, const engine::Head* head) {
-  if (head == nullptr || !head->sharded()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s: got %s, which is cut over devices, allowed one that each device has "
-                      "whole",
-                      field, NameOf(*head)));
-}
-
 }  // namespace
 
 absl::Status ParseDivergenceFields(Pieces pieces, size_t max_list, DivergenceFields* fields) {
@@ -174,8 +166,6 @@ absl::Status DivergenceCodec::ReadReference(Pieces pieces, const DivergenceField
 absl::Status DivergenceCodec::CheckPair() const {
   const engine::Head* const head = input_.head().get();
   const engine::Head* const reference = reference_.head().get();
-  LOGITD_RETURN_IF_ERROR(CheckWhole("head", head));
-  LOGITD_RETURN_IF_ERROR(CheckWhole("reference_head", reference));
   if (reference != nullptr && reference_.vocab() != input_.vocab()) {
     return absl::InvalidArgumentError(
         absl::StrFormat("reference_head: got %s with a vocabulary of %d, allowed one of %d, as %s",

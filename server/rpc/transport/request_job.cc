@@ -154,7 +154,8 @@ engine::RowsPlace RequestJob::PlaceOf(const Payload& payload) const {
 
 // Finds what streams copy from where it lies, and on which device they must do so.
 absl::Status RequestJob::FindPlaces() {
-  const auto find = [this](const Payload& payload, size_t row_stride) -> absl::Status {
+  std::string_view on_device = "shared";  // the field of the rows that are on a device
+  const auto find = [&](const Payload& payload, size_t row_stride) -> absl::Status {
     places_.emplace_back();
     if (!IsPlaced(payload, row_stride)) return absl::OkStatus();
     places_.back() = PlaceOf(payload);
@@ -172,6 +173,7 @@ absl::Status RequestJob::FindPlaces() {
           devices.NameOf(payload.arena->device()), devices.NameOf(device)));
     }
     device = payload.arena->device();
+    if (!payload.field.empty()) on_device = payload.field;
     return absl::OkStatus();
   };
   LOGITD_RETURN_IF_ERROR(find(codec_->payload(), engine::RowStride(spec_.key)));
@@ -182,10 +184,9 @@ absl::Status RequestJob::FindPlaces() {
   if (engine::IsSharded(spec_.key) && spec_.key.device > 0) {
     const engine::Devices& devices = environment_.engine->devices();
     return absl::InvalidArgumentError(
-        absl::StrFormat("shared: got memory of %s, allowed that of %s or of the host for a head "
-                        "that is cut over the "
-                        "devices",
-                        devices.NameOf(spec_.key.device), devices.NameOf(0)));
+        absl::StrFormat("%s: got memory of %s, allowed that of %s or of the host for a head "
+                        "that is cut over the devices",
+                        on_device, devices.NameOf(spec_.key.device), devices.NameOf(0)));
   }
   // With one device, rows of every origin share batches.
   if (environment_.engine->devices().count() == 1) spec_.key.device = engine::kAnyDevice;
