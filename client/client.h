@@ -79,11 +79,13 @@ struct LogitsResult {
   Answer answer;
   // [rows + 1]; the top tokens of row i are entries [top_offsets[i], top_offsets[i + 1]), and its
   // extra ids, its support's tokens and its draws are likewise. Only Sample and Verify have
-  // supports, only Sample has draws, TopK has no extra ids, and Divergence none of these.
+  // supports, only Sample has draws, and TopK has no extra ids. Divergence has top tokens of both
+  // inputs, and none of the others.
   std::vector<int64_t> top_offsets = {0};
   std::vector<int64_t> extra_offsets = {0};
   std::vector<int64_t> support_offsets = {0};
   std::vector<int64_t> draw_offsets = {0};
+  std::vector<int64_t> reference_top_offsets = {0};
   int messages = 0;
   absl::Duration
       round_trip;    // this client's clock, last attempt only; of a sequence: the whole call

@@ -1,5 +1,5 @@
-// What cells of two rows leave for divergence, how it is merged, and the answers from it. Host and
-// device include this file.
+// What cells of two rows leave for divergence, how it is merged, the answers from it, and the
+// log-probabilities of top tokens. Host and device include this file.
 #ifndef LOGITD_KERNELS_DIVERGENCE_SUMS_H_
 #define LOGITD_KERNELS_DIVERGENCE_SUMS_H_
 
@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kernels/divergence.h"
+#include "kernels/softmax_topk.h"
 #include "kernels/types.h"
 
 namespace logitd {
@@ -105,6 +106,54 @@ constexpr void AnswerNan(const DivergenceAnswers& to, int64_t r, int32_t positio
           std::numeric_limits<float>::quiet_NaN();
   to.status[r] = {RowCode::kNanLogit, position};
 }
+
+// ln of a token's probability, from its logit and the row's norms.
+constexpr float LogprobOf(float logit, float max, float temperature, double log_sum) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  return max == -kInf ? -kInf : static_cast<float>(BelowMax(logit, max, temperature) - log_sum);
+}
+
+// The two inputs, for what is done with either in turn.
+enum class DivergenceInput : uint8_t { kFirst, kReference };
+
+// The top tokens of one input: where their answers go, and the most that any row wants.
+struct DivergenceTops {
+  DivergenceInput input;
+  int32_t max_k;
+  int32_t* ids;
+  float* logprobs;
+
+  constexpr static DivergenceTops Of(const DivergenceArgs& args, DivergenceInput input) {
+    const DivergenceAnswers& to = args.answers;
+    if (input == DivergenceInput::kFirst)
+      return {input, args.max_top_logprobs, to.top_ids, to.top_logprobs};
+    return {input, args.max_reference_top_logprobs, to.reference_top_ids,
+            to.reference_top_logprobs};
+  }
+
+  // What softmax_topk is asked for. Only its order counts, so the temperature does not.
+  constexpr SoftmaxTopKRow Ask(const DivergenceRow& row) const {
+    const bool is_first = input == DivergenceInput::kFirst;
+    const int32_t k = is_first ? row.top_logprobs : row.reference_top_logprobs;
+    return {.first_entry = is_first ? row.first_top_entry : row.first_reference_top_entry,
+            .temperature = 1,
+            .k = row.active == 0 ? 0 : k};
+  }
+
+  // Writes entry `i` of a row with NaN.
+  constexpr void WriteNan(int64_t i) const {
+    ids[i] = -1;
+    logprobs[i] = std::numeric_limits<float>::quiet_NaN();
+  }
+  // Writes the log-probability of entry `i`, whose id is there, from its logit and the row's norms.
+  constexpr void Write(int64_t i, float logit, const DivergenceRow& row,
+                       const DivergenceNorms& norms) const {
+    logprobs[i] = input == DivergenceInput::kFirst
+                      ? LogprobOf(logit, norms.max, row.temperature, norms.log_sum)
+                      : LogprobOf(logit, norms.reference_max, row.reference_temperature,
+                                  norms.reference_log_sum);
+  }
+};
 
 // What the answers need besides the sums.
 struct DivergenceRows {

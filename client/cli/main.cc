@@ -95,7 +95,8 @@ constexpr char kDivergenceHelp[] =
 Each of the two inputs is a file of logits, or of hidden states for a head that the server has
 loaded; both have the same rows and vocabulary. Forward is KL(p || q), with p of the first input and
 q of the reference, in nats; reverse is KL(q || p). With --targets, token ids in a file, also the
-log-probabilities of these; rows whose target is --ignore-index do not count.
+log-probabilities of these; rows whose target is --ignore-index do not count. With --top-logprobs
+and --reference-top-logprobs also the most probable tokens of either.
 
 Long input goes as a stream of messages, as that of logitctl score. JSON has the keys of
 logitd.v1.DivergenceResponse.)";

@@ -287,28 +287,54 @@ std::string Json(const DivergenceOutput& output) {
   return output.totals ? TotalsJson(answer) : Line(ToJson(answer));
 }
 
+namespace {
+
+// "   name id logprob, id logprob" of a row's tokens; nothing where there are none.
+template <typename Ids, typename Logprobs>
+std::string TopColumn(absl::string_view name, const std::vector<int64_t>& offsets, int row,
+                      const Ids& ids, const Logprobs& logprobs) {
+  const auto at = static_cast<size_t>(row);
+  std::string out;
+  for (int64_t e = offsets[at]; e < offsets[at + 1]; ++e) {
+    const int entry = static_cast<int>(e);
+    absl::StrAppend(&out, e == offsets[at] ? absl::StrCat("   ", name) : ",");
+    absl::StrAppendFormat(&out, " %d %.3f", ids.Get(entry), logprobs.Get(entry));
+  }
+  return out;
+}
+
+// One line per row.
+std::string DivergenceRows(const client::DivergenceResult& result) {
+  const v1::DivergenceResponse& a = result.answer;
+  const bool targets = a.target_logprobs_size() > 0;
+  std::string out =
+      absl::StrFormat("%6s %11s %11s %10s %10s%s\n", "row", "forward", "reverse", "entropy",
+                      "reference", targets ? "    logprob  reference" : "");
+  for (int row = 0; row < a.forward_kl_size(); ++row) {
+    absl::StrAppendFormat(&out, "%6d", row);
+    if (a.status(row) != v1::ROW_STATUS_OK) {
+      absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
+      continue;
+    }
+    absl::StrAppendFormat(&out, " %11.6g %11.6g %10.4f %10.4f", a.forward_kl(row),
+                          a.reverse_kl(row), a.entropies(row), a.reference_entropies(row));
+    if (targets) {
+      absl::StrAppendFormat(&out, " %10.4f %10.4f", a.target_logprobs(row),
+                            a.reference_target_logprobs(row));
+    }
+    absl::StrAppend(&out, TopColumn("top", result.top_offsets, row, a.top_ids(), a.top_logprobs()),
+                    TopColumn("reference top", result.reference_top_offsets, row,
+                              a.reference_top_ids(), a.reference_top_logprobs()),
+                    "\n");
+  }
+  return out;
+}
+
+}  // namespace
+
 std::string Table(const DivergenceOutput& output) {
   const v1::DivergenceResponse& a = output.result->answer;
-  std::string out;
-  if (!output.totals) {
-    const bool targets = a.target_logprobs_size() > 0;
-    out = absl::StrFormat("%6s %11s %11s %10s %10s%s\n", "row", "forward", "reverse", "entropy",
-                          "reference", targets ? "    logprob  reference" : "");
-    for (int row = 0; row < a.forward_kl_size(); ++row) {
-      absl::StrAppendFormat(&out, "%6d", row);
-      if (a.status(row) != v1::ROW_STATUS_OK) {
-        absl::StrAppendFormat(&out, "  %s\n", StatusText(a.status(row), a.status_position(row)));
-        continue;
-      }
-      absl::StrAppendFormat(&out, " %11.6g %11.6g %10.4f %10.4f", a.forward_kl(row),
-                            a.reverse_kl(row), a.entropies(row), a.reference_entropies(row));
-      if (targets) {
-        absl::StrAppendFormat(&out, " %10.4f %10.4f", a.target_logprobs(row),
-                              a.reference_target_logprobs(row));
-      }
-      out += '\n';
-    }
-  }
+  std::string out = output.totals ? "" : DivergenceRows(*output.result);
   const v1::DivergenceTotals& t = a.totals();
   out += CountsLine(t);
   absl::StrAppendFormat(&out, "forward %.6g in all, mean %.6g; reverse %.6g in all, mean %.6g\n",

@@ -217,8 +217,14 @@ bool SizesAgree(LogitsResult<Answer>* result) {
   if constexpr (std::is_same_v<Answer, v1::DivergenceResponse>) {
     const int targets = a.target_logprobs_size();
     return all_are(rows, {a.forward_kl_size(), a.reverse_kl_size(), a.entropies_size(),
-                          a.reference_entropies_size(), a.reference_logsumexp_size()}) &&
-           (targets == 0 || targets == rows) && a.reference_target_logprobs_size() == targets;
+                          a.reference_entropies_size(), a.reference_logsumexp_size(),
+                          a.top_count_size(), a.reference_top_count_size()}) &&
+           (targets == 0 || targets == rows) && a.reference_target_logprobs_size() == targets &&
+           Offsets(a.top_count(), &result->top_offsets) &&
+           all_are(result->top_offsets.back(), {a.top_ids_size(), a.top_logprobs_size()}) &&
+           Offsets(a.reference_top_count(), &result->reference_top_offsets) &&
+           all_are(result->reference_top_offsets.back(),
+                   {a.reference_top_ids_size(), a.reference_top_logprobs_size()});
   } else if constexpr (std::is_same_v<Answer, v1::TopKResponse>) {
     return a.k_size() == rows && Offsets(a.k(), &result->top_offsets) &&
            all_are(result->top_offsets.back(), {a.indices_size(), a.probs_size()});

@@ -108,6 +108,7 @@ void AppendRows(LogitsResult<Answer> part, LogitsResult<Answer>* all) {
   all->answer.MergeFrom(part.answer);
   AppendOffsets(part.top_offsets, &all->top_offsets);
   AppendOffsets(part.extra_offsets, &all->extra_offsets);
+  AppendOffsets(part.reference_top_offsets, &all->reference_top_offsets);
   all->messages += part.messages;
   all->round_trip += part.round_trip;
   all->attempts += part.attempts;

@@ -26,6 +26,12 @@ int64_t LargestOf(const List& list) {
   return list.empty() ? 0 : *std::max_element(list.begin(), list.end());
 }
 
+// Bytes of a row's top tokens in an answer, at most.
+template <typename List>
+int64_t TopBytes(const List& counts) {
+  return 8 * std::max<int64_t>(LargestOf(counts), 0);
+}
+
 // One input of a request.
 struct RowInput {
   const char* prefix;  // of its fields
@@ -141,13 +147,14 @@ MessageCost CostOf(const v1::ScoreRequest& params) {
   const bool own_supports = params.support_count_size() > 1;
   const int64_t support =
       own_supports ? LargestOf(params.support_count()) : params.support_ids_size();
-  const int64_t top = std::max<int64_t>(LargestOf(params.top_logprobs()), 0);
   return {.bytes = 4 * ((lists_per_row ? 0 : extra_ids) + (own_supports ? 0 : support)),
           .row_bytes = 4 * ((lists_per_row ? extra_ids : 0) + (own_supports ? support : 0)),
-          .answer_row_bytes = kAnswerRowBytes + 8 * top + 4 * extra_ids};
+          .answer_row_bytes = kAnswerRowBytes + TopBytes(params.top_logprobs()) + 4 * extra_ids};
 }
-MessageCost CostOf(const v1::DivergenceRequest&) {
-  return {.row_bytes = 0, .answer_row_bytes = kAnswerRowBytes};
+MessageCost CostOf(const v1::DivergenceRequest& params) {
+  return {.row_bytes = 0,
+          .answer_row_bytes = kAnswerRowBytes + TopBytes(params.top_logprobs()) +
+                              TopBytes(params.reference_top_logprobs())};
 }
 
 // True: the answer has what was asked for.

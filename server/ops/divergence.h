@@ -3,6 +3,7 @@
 #ifndef LOGITD_SERVER_OPS_DIVERGENCE_H_
 #define LOGITD_SERVER_OPS_DIVERGENCE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <tuple>
@@ -17,7 +18,12 @@
 
 namespace logitd::ops {
 
-enum DivergenceAxis : size_t { kDivergenceRows = engine::kRowAxis, kDivergenceReferenceBytes };
+enum DivergenceAxis : size_t {
+  kDivergenceRows = engine::kRowAxis,
+  kDivergenceReferenceBytes,
+  kDivergenceTopEntries,
+  kDivergenceReferenceTopEntries
+};
 
 inline constexpr engine::Input<std::byte> kDivergenceInReference{0, kDivergenceReferenceBytes};
 inline constexpr engine::Input<DivergenceRow> kDivergenceInRows{1, kDivergenceRows};
@@ -31,13 +37,20 @@ inline constexpr engine::Output<float> kDivergenceReferenceLogsumexp{5, kDiverge
 inline constexpr engine::Output<float> kDivergenceTargetLogprobs{6, kDivergenceRows};
 inline constexpr engine::Output<float> kDivergenceReferenceTargetLogprobs{7, kDivergenceRows};
 inline constexpr engine::Output<RowStatus> kDivergenceStatus{8, kDivergenceRows};
+inline constexpr engine::Output<int32_t> kDivergenceTopIds{9, kDivergenceTopEntries};
+inline constexpr engine::Output<float> kDivergenceTopLogprobs{10, kDivergenceTopEntries};
+inline constexpr engine::Output<int32_t> kDivergenceReferenceTopIds{11,
+                                                                    kDivergenceReferenceTopEntries};
+inline constexpr engine::Output<float> kDivergenceReferenceTopLogprobs{
+    12, kDivergenceReferenceTopEntries};
 
 inline constexpr auto kDivergenceInputs =
     engine::ArraysOf(kDivergenceInReference, kDivergenceInRows);
 inline constexpr auto kDivergenceOutputs = engine::ArraysOf(
     kDivergenceForwardKl, kDivergenceReverseKl, kDivergenceEntropies, kDivergenceReferenceEntropies,
     kDivergenceLogsumexp, kDivergenceReferenceLogsumexp, kDivergenceTargetLogprobs,
-    kDivergenceReferenceTargetLogprobs, kDivergenceStatus);
+    kDivergenceReferenceTargetLogprobs, kDivergenceStatus, kDivergenceTopIds,
+    kDivergenceTopLogprobs, kDivergenceReferenceTopIds, kDivergenceReferenceTopLogprobs);
 
 inline constexpr engine::OpTraits kDivergenceTraits = {.name = "divergence",
                                                        .inputs = kDivergenceInputs,
@@ -70,10 +83,13 @@ struct DivergenceCall final : engine::ExclusiveCall {
         .rows = batch.rows(),
         .cols = reference_elements,
         .row_stride = static_cast<int64_t>(stride / SizeOf(reference_dtype))};
-    DivergenceArgs args = {.logits = first,
-                           .reference_logits = reference,
-                           .rows = batch.In(kDivergenceInRows),
-                           .answers = AnswersOf(batch)};
+    DivergenceArgs args = {
+        .logits = first,
+        .reference_logits = reference,
+        .rows = batch.In(kDivergenceInRows),
+        .max_top_logprobs = MostTops(batch, kDivergenceTopEntries),
+        .max_reference_top_logprobs = MostTops(batch, kDivergenceReferenceTopEntries),
+        .answers = AnswersOf(batch)};
     if (batch.head == nullptr && batch.reference_head == nullptr) return stream.Run(args);
     LinearDivergenceArgs linear = {.divergence = args};
     if (batch.head != nullptr) linear.head = *batch.head, linear.hidden = first;
@@ -85,6 +101,10 @@ struct DivergenceCall final : engine::ExclusiveCall {
   }
 
  private:
+  // The most top tokens that a row wants of an input, or more; 0: none.
+  static int32_t MostTops(const engine::BatchView& batch, DivergenceAxis axis) {
+    return batch.counts[axis] == 0 ? 0 : batch.max_row_entries;
+  }
   static DivergenceAnswers AnswersOf(const engine::BatchView& batch) {
     return {.forward_kl = batch.Out(kDivergenceForwardKl),
             .reverse_kl = batch.Out(kDivergenceReverseKl),
@@ -94,8 +114,18 @@ struct DivergenceCall final : engine::ExclusiveCall {
             .reference_logsumexp = batch.Out(kDivergenceReferenceLogsumexp),
             .target_logprob = batch.Out(kDivergenceTargetLogprobs),
             .reference_target_logprob = batch.Out(kDivergenceReferenceTargetLogprobs),
-            .status = batch.Out(kDivergenceStatus)};
+            .status = batch.Out(kDivergenceStatus),
+            .top_ids = batch.Out(kDivergenceTopIds),
+            .top_logprobs = batch.Out(kDivergenceTopLogprobs),
+            .reference_top_ids = batch.Out(kDivergenceReferenceTopIds),
+            .reference_top_logprobs = batch.Out(kDivergenceReferenceTopLogprobs)};
   }
+};
+
+inline constexpr RowPlace<DivergenceRow> kDivergencePlaces[] = {
+    {kDivergenceTopEntries, &DivergenceRow::first_top_entry, &DivergenceRow::top_logprobs},
+    {kDivergenceReferenceTopEntries, &DivergenceRow::first_reference_top_entry,
+     &DivergenceRow::reference_top_logprobs},
 };
 
 // The rows of one job: see job_rows.h. Stays where it is until the job is done.
@@ -104,11 +134,15 @@ struct DivergenceRows {
   DivergenceCall call;
 
   static constexpr auto Columns() {
-    return std::tuple(RowColumn(&DivergenceRows::rows, kDivergenceInRows));
+    return std::tuple(RowColumn(&DivergenceRows::rows, kDivergenceInRows, kDivergencePlaces));
   }
   void FillHints(engine::JobSpec* spec) const {
     spec->counts[kDivergenceReferenceBytes] =
         static_cast<int64_t>(rows.size() * call.reference_stride());
+    for (const DivergenceRow& row : rows) {
+      spec->max_row_entries =
+          std::max({spec->max_row_entries, row.top_logprobs, row.reference_top_logprobs});
+    }
     spec->call = &call;
   }
 };

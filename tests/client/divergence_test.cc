@@ -4,8 +4,10 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -28,6 +30,7 @@ using ::logitd::testing::NpyF32;
 using ::logitd::testing::Ran;
 using ::logitd::testing::ViewOf;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -134,6 +137,44 @@ TEST_F(DivergenceTest, IsTheDefinition) {
   EXPECT_DOUBLE_EQ(answer.totals().forward_kl_sum(), sum);
 }
 
+TEST_F(DivergenceTest, TopTokensOfBothInputsComeRowAfterRow) {
+  // Two rows of 200 bytes, which count as 208 in the reference.
+  const auto client = ConnectWith(/*message_bytes=*/2 * (200 + 208));
+  client::DivergenceRequest request = Logits(5);
+  for (int k : {2, 0, 3, 1, 0}) request.params.add_top_logprobs(k);
+  request.params.add_reference_top_logprobs(4);
+  const auto whole = client->Divergence(request);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  const auto streamed = client->DivergenceStream(request);
+  ASSERT_TRUE(streamed.ok()) << streamed.status();
+  EXPECT_EQ(streamed->messages, 3);
+  for (const client::DivergenceResult* result : {&*whole, &*streamed}) {
+    const v1::DivergenceResponse& answer = result->answer;
+    EXPECT_THAT(result->top_offsets, ElementsAre(0, 2, 2, 5, 6, 6));
+    EXPECT_THAT(result->reference_top_offsets, ElementsAre(0, 4, 8, 12, 16, 20));
+    const auto expect = [](const std::vector<float>& all, const std::vector<int64_t>& offsets,
+                           const auto& ids, const auto& logprobs) {
+      for (int row = 0; row < 5; ++row) {
+        const std::vector<double> x(all.begin() + row * kVocab, all.begin() + (row + 1) * kVocab);
+        double sum = 0;
+        for (double v : x) sum += std::exp(v);
+        std::vector<int> order(kVocab);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return x[a] > x[b]; });
+        for (int64_t e = offsets[row]; e < offsets[row + 1]; ++e) {
+          const int entry = static_cast<int>(e);
+          const int token = order[e - offsets[row]];
+          EXPECT_EQ(ids[entry], token);
+          EXPECT_NEAR(logprobs[entry], x[token] - std::log(sum), 1e-5);
+        }
+      }
+    };
+    expect(logits_, result->top_offsets, answer.top_ids(), answer.top_logprobs());
+    expect(reference_, result->reference_top_offsets, answer.reference_top_ids(),
+           answer.reference_top_logprobs());
+  }
+}
+
 TEST_F(DivergenceTest, AStreamHasTheBitsOfACall) {
   const auto client = ConnectWith(/*message_bytes=*/16 * kVocab * 2 * 4);
   for (const bool hidden : {false, true}) {
@@ -211,6 +252,19 @@ TEST_F(DivergenceTest, LogitctlPrintsRowsAndTotals) {
   const Ran table = Logitctl({"divergence", "--logits", logits, "--reference-logits", reference,
                               "--reference-temperature", "2", "--format", "table"});
   EXPECT_THAT(table.out, AllOf(HasSubstr("forward"), HasSubstr("2 rows: 2 counted")));
+  EXPECT_THAT(table.out, Not(HasSubstr("top")));
+  const Ran tops =
+      Logitctl({"divergence", "--logits", logits, "--reference-logits", reference, "--top-logprobs",
+                "2", "--reference-top-logprobs", "1", "--format", "table"});
+  const auto largest = [](const std::vector<float>& all, int row) {
+    const auto from = all.begin() + row * kVocab;
+    return std::max_element(from, from + kVocab) - from;
+  };
+  for (int row = 0; row < 2; ++row) {
+    EXPECT_THAT(tops.out, ContainsRegex(absl::StrCat("   top ", largest(logits_, row),
+                                                     " -[0-9.]+, [0-9]+ -[0-9.]+   reference top ",
+                                                     largest(reference_, row), " -[0-9.]+\n")));
+  }
   const Ran totals = Logitctl({"divergence", "--logits", logits, "--reference-logits", reference,
                                "--totals", "--format", "table"});
   EXPECT_THAT(totals.out, Not(HasSubstr("entropy")));
@@ -252,6 +306,8 @@ TEST(LostDivergenceTest, ANewStreamDemandsTheVersionsOfTheAnswers) {
       if (call == 1 && i == 1) return grpc::Status(grpc::StatusCode::UNAVAILABLE, "lost");
       v1::DivergenceResponse answer;
       for (int r = 0; r < request.rows(); ++r) {
+        answer.add_top_count(0);
+        answer.add_reference_top_count(0);
         for (auto* values : {answer.mutable_forward_kl(), answer.mutable_reverse_kl(),
                              answer.mutable_entropies(), answer.mutable_reference_entropies(),
                              answer.mutable_logsumexp(), answer.mutable_reference_logsumexp()}) {

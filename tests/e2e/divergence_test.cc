@@ -12,6 +12,7 @@
 #include <fstream>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -81,6 +82,20 @@ std::vector<double> LogProbs(std::vector<double> x, double temperature, double* 
   return x;
 }
 
+// Entries [first, first + count) are the first tokens by (logit descending, id ascending).
+template <typename Ids, typename Logprobs>
+void ExpectTops(const Ids& ids, const Logprobs& top, int first, int count,
+                const std::vector<double>& logprobs) {
+  std::vector<int32_t> order(logprobs.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return logprobs[a] > logprobs[b]; });
+  for (int i = 0; i < count; ++i) {
+    EXPECT_EQ(ids.Get(first + i), order[i]);
+    EXPECT_NEAR(top.Get(first + i), logprobs[order[i]], 2e-3);
+  }
+}
+
 // Row `row` of the answer against docs/semantics.md#divergence; of row `row` of both logits.
 void ExpectRow(const v1::DivergenceResponse& response, int row, const std::vector<double>& logits,
                const std::vector<double>& reference, double temperature,
@@ -107,6 +122,13 @@ void ExpectRow(const v1::DivergenceResponse& response, int row, const std::vecto
   EXPECT_NEAR(response.reference_logsumexp(row), lse_q, kNear * std::max(1.0, std::fabs(lse_q)));
   EXPECT_EQ(response.status(row), v1::ROW_STATUS_OK);
   EXPECT_EQ(response.status_position(row), -1);
+  const auto before = [row](const auto& counts) {
+    return std::accumulate(counts.begin(), counts.begin() + row, 0);
+  };
+  ExpectTops(response.top_ids(), response.top_logprobs(), before(response.top_count()),
+             response.top_count(row), p);
+  ExpectTops(response.reference_top_ids(), response.reference_top_logprobs(),
+             before(response.reference_top_count()), response.reference_top_count(row), q);
   if (response.target_logprobs_size() == 0) return;
   const double kRelative = kNear * 20;
   EXPECT_NEAR(response.target_logprobs(row), target < 0 ? 0 : p[target], kRelative);
@@ -159,8 +181,10 @@ class DivergenceTest : public SharedServerTest {
     for (int64_t r = 0; r < request->rows(); ++r) {
       request->add_targets(r % 3 == 2 ? -100 : static_cast<int32_t>(r * 97 % kVocab));
       request->add_temperature(r % 2 == 0 ? 1.0f : 2.0f);
+      request->add_top_logprobs(static_cast<int32_t>(r % 4) * 3);
     }
     request->add_reference_temperature(1.5f);
+    request->add_reference_top_logprobs(5);
   }
   static void ExpectAnswer(const v1::DivergenceRequest& request,
                            const v1::DivergenceResponse& response,
@@ -168,6 +192,13 @@ class DivergenceTest : public SharedServerTest {
                            const std::vector<double>& reference) {
     ASSERT_EQ(response.forward_kl_size(), request.rows());
     ASSERT_EQ(response.target_logprobs_size(), request.targets_size());
+    const auto at = [](const auto& values, int r) {
+      return values.empty() ? 0 : values[values.size() == 1 ? 0 : r];
+    };
+    for (int r = 0; r < request.rows(); ++r) {
+      ASSERT_EQ(response.top_count(r), at(request.top_logprobs(), r));
+      ASSERT_EQ(response.reference_top_count(r), at(request.reference_top_logprobs(), r));
+    }
     for (int r = 0; r < request.rows(); ++r) {
       ExpectRow(response, r, logits, reference,
                 request.temperature_size() == 0 ? 1 : request.temperature(r),
@@ -297,8 +328,24 @@ TEST_F(DivergenceTest, WhatDoesNotGoTogetherIsRefused) {
   ExpectRefused(request, grpc::StatusCode::FAILED_PRECONDITION, "reference_head_version: got");
 }
 
+TEST_F(DivergenceTest, AnAnswerThatNoMessageTakesIsRefused) {
+  constexpr int64_t kRows = 4100, kTokens = 1024;
+  v1::DivergenceRequest request;
+  request.set_dtype(v1::DTYPE_F16);
+  request.set_rows(kRows);
+  request.set_vocab(kTokens);
+  request.set_logits(std::string(kRows * kTokens * 2, '\0'));
+  request.set_reference_logits(request.logits());
+  request.add_top_logprobs(1024);
+  request.add_reference_top_logprobs(1024);
+  ExpectRefused(request, grpc::StatusCode::INVALID_ARGUMENT,
+                "answer: got 67338400 bytes for 4100 rows, allowed 0..67108864");
+}
+
 TEST_F(DivergenceTest, ANaNInEitherInputAffectsOnlyItsRow) {
   v1::DivergenceRequest request = OfHeads(4, 51);
+  request.add_top_logprobs(1);
+  request.add_reference_top_logprobs(1);
   const v1::DivergenceResponse good = Divergence(request);
   request.mutable_hidden()->replace(80, 2, "\xff\x7f");
   request.mutable_reference_hidden()->replace(2 * 84, 4, std::string("\x00\x00\xc0\x7f", 4));
@@ -309,8 +356,12 @@ TEST_F(DivergenceTest, ANaNInEitherInputAffectsOnlyItsRow) {
     EXPECT_EQ(damaged.status_position(r), is_nan ? 0 : -1);
     if (is_nan) {
       EXPECT_TRUE(std::isnan(damaged.forward_kl(r)));
+      EXPECT_EQ(damaged.top_ids(r), -1);
+      EXPECT_EQ(damaged.reference_top_ids(r), -1);
+      EXPECT_TRUE(std::isnan(damaged.reference_top_logprobs(r)));
     } else {
       EXPECT_EQ(damaged.forward_kl(r), good.forward_kl(r));
+      EXPECT_EQ(damaged.top_ids(r), good.top_ids(r));
     }
   }
   EXPECT_EQ(damaged.totals().counted(), 2);
@@ -331,12 +382,14 @@ v1::DivergenceRequest Chunk(const v1::DivergenceRequest& all, int64_t row, bool 
   chunk.clear_reference_head();
   chunk.clear_reference_hidden_size();
   chunk.clear_temperature();
+  chunk.clear_top_logprobs();
   return chunk;
 }
 
 TEST_F(DivergenceTest, AStreamKeepsItsSettingsAndTotalsAndCanBeResumed) {
   v1::DivergenceRequest all = OfHeads(40, 61);
   all.add_temperature(1.25f);
+  all.add_top_logprobs(3);
   const v1::DivergenceResponse whole = Divergence(all);
   v1::DivergenceResponse answer;
   int read = 0;
@@ -355,6 +408,9 @@ TEST_F(DivergenceTest, AStreamKeepsItsSettingsAndTotalsAndCanBeResumed) {
       for (int r = 0; r < 10; ++r, ++read) {
         EXPECT_EQ(answer.forward_kl(r), whole.forward_kl(read));
         EXPECT_EQ(answer.reference_entropies(r), whole.reference_entropies(read));
+        EXPECT_EQ(answer.top_count(r), 3);
+        EXPECT_EQ(answer.top_ids(3 * r + 2), whole.top_ids(3 * read + 2));
+        EXPECT_EQ(answer.top_logprobs(3 * r), whole.top_logprobs(3 * read));
       }
     }
     stream->WritesDone();

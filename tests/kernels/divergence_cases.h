@@ -6,6 +6,7 @@
 #include <cmath>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_format.h"
@@ -146,6 +147,93 @@ inline std::string BrokenClaim(OpRunner& runner, const DivergenceClaim& claim) {
   return "";
 }
 
+// ---- Top tokens by hand
+
+struct DivergenceTopClaim {
+  const char* name;
+  std::vector<float> logits, reference;
+  DivergenceRow ask;
+  RowStatus status = {};
+  // With the entry after the last.
+  std::vector<int32_t> top_ids, reference_top_ids;
+  std::vector<float> top_logprobs, reference_top_logprobs;
+};
+
+inline const std::vector<DivergenceTopClaim>& DivergenceTopClaims() {
+  static const float ln2 = std::log(2.0f), ln3 = std::log(3.0f);
+  static constexpr int32_t kNoId = kUnwrittenIndex;
+  static constexpr float kNone = kUnwrittenFloat;
+  static constexpr DivergenceRow kTwo = {1, kIgnoredTarget, 1, 1, 2, 2};
+  static const auto& claims = *new std::vector<DivergenceTopClaim>{
+      // clang-format off
+      // p = {1/4, 3/4}, q = {1/2, 1/2}
+      {.name = "each input has its own top tokens, equal logits by ascending id",
+       .logits = {0, ln3}, .reference = {5, 5}, .ask = kTwo, .top_ids = {1, 0, kNoId},
+       .reference_top_ids = {0, 1, kNoId}, .top_logprobs = {ln3 - 2 * ln2, -2 * ln2, kNone},
+       .reference_top_logprobs = {-ln2, -ln2, kNone}},
+      {.name = "top tokens of one input only", .logits = {0, ln3}, .reference = {5, 5},
+       .ask = {1, kIgnoredTarget, 1, 1, 0, 1}, .top_ids = {kNoId}, .reference_top_ids = {0, kNoId},
+       .top_logprobs = {kNone}, .reference_top_logprobs = {-ln2, kNone}},
+      {.name = "minus zero equals zero", .logits = {-0.0f, 0, 0}, .reference = {0, -0.0f, -1e4f},
+       .ask = kTwo, .top_ids = {0, 1, kNoId}, .reference_top_ids = {0, 1, kNoId},
+       .top_logprobs = {-ln3, -ln3, kNone}, .reference_top_logprobs = {-ln2, -ln2, kNone}},
+      {.name = "each input has its own temperature", .logits = {0, 2 * ln3},
+       .reference = {ln3 / 2, 0}, .ask = {1, kIgnoredTarget, 2, 0.5f, 2, 2},
+       .top_ids = {1, 0, kNoId}, .reference_top_ids = {0, 1, kNoId},
+       .top_logprobs = {ln3 - 2 * ln2, -2 * ln2, kNone},
+       .reference_top_logprobs = {ln3 - 2 * ln2, -2 * ln2, kNone}},
+      {.name = "minus inf comes last, and has no probability", .logits = {-kInf, -kInf, 4},
+       .reference = {0, -kInf, 0}, .ask = {1, kIgnoredTarget, 1, 1, 3, 3},
+       .top_ids = {2, 0, 1, kNoId}, .reference_top_ids = {0, 2, 1, kNoId},
+       .top_logprobs = {0, -kInf, -kInf, kNone},
+       .reference_top_logprobs = {-ln2, -ln2, -kInf, kNone}},
+      {.name = "plus inf is certain", .logits = {3, kInf, 5}, .reference = {kInf, 0, kInf},
+       .ask = {1, kIgnoredTarget, 1, 1, 3, 3}, .top_ids = {1, 2, 0, kNoId},
+       .reference_top_ids = {0, 2, 1, kNoId}, .top_logprobs = {0, -kInf, -kInf, kNone},
+       .reference_top_logprobs = {-ln2, -ln2, -kInf, kNone}},
+      {.name = "an empty input has the first tokens, with no probability",
+       .logits = {-kInf, -kInf, -kInf}, .reference = {0, ln3, -kInf}, .ask = kTwo,
+       .status = {RowCode::kEmptySupport, -1}, .top_ids = {0, 1, kNoId},
+       .reference_top_ids = {1, 0, kNoId}, .top_logprobs = {-kInf, -kInf, kNone},
+       .reference_top_logprobs = {ln3 - 2 * ln2, -2 * ln2, kNone}},
+      {.name = "NaN in one input leaves neither a top token", .logits = {1, 0},
+       .reference = {0, kNan}, .ask = kTwo, .status = {RowCode::kNanLogit, 1},
+       .top_ids = {-1, -1, kNoId}, .reference_top_ids = {-1, -1, kNoId},
+       .top_logprobs = {kNan, kNan, kNone}, .reference_top_logprobs = {kNan, kNan, kNone}},
+      {.name = "a skipped row has none", .logits = {1, 0}, .reference = {0, 1},
+       .ask = {0, kIgnoredTarget, 1, 1, 1, 1}, .status = kUnwrittenStatus,
+       .top_ids = {kNoId, kNoId}, .reference_top_ids = {kNoId, kNoId},
+       .top_logprobs = {kNone, kNone}, .reference_top_logprobs = {kNone, kNone}},
+      // clang-format on
+  };
+  return claims;
+}
+
+// "" where the claim holds in every type, within rounding of its logits.
+inline std::string BrokenTopClaim(OpRunner& runner, const DivergenceTopClaim& claim) {
+  for (const DType dtype : kAllDTypes) {
+    const auto got = runner.Divergence(TensorOf(dtype, 1, claim.logits),
+                                       TensorOf(dtype, 1, claim.reference), {claim.ask});
+    if (!got.ok()) return got.status().ToString();
+    if (std::string status = DescribeStatus(got->status[0], claim.status); !status.empty()) {
+      return status;
+    }
+    if (got->top_ids != claim.top_ids) return "other top ids";
+    if (got->reference_top_ids != claim.reference_top_ids) return "other top ids of the reference";
+    const double rounding = dtype == DType::kF32 ? 4e-6 : dtype == DType::kF16 ? 2e-3 : 2e-2;
+    for (const auto& [values, want] :
+         {std::pair(got->top_logprobs, claim.top_logprobs),
+          std::pair(got->reference_top_logprobs, claim.reference_top_logprobs)}) {
+      for (size_t i = 0; i < want.size(); ++i) {
+        if (IsWithin(values[i], want[i], rounding)) continue;
+        return absl::StrFormat("%s: entry %d: got %.9g, want %.9g", Name(dtype), i, values[i],
+                               want[i]);
+      }
+    }
+  }
+  return "";
+}
+
 // ---- Parity with double precision
 
 struct DivergenceCase {
@@ -173,6 +261,20 @@ inline DivergenceRow RandomDivergence(int64_t vocab, std::mt19937_64& random) {
           .reference_temperature = kTemperatures[random() % 6]};
 }
 
+// Has rows ask for top tokens, with an entry between the answers of any two. Some ask for none.
+inline void AskForTops(int64_t vocab, std::mt19937_64& random, std::vector<DivergenceRow>* rows) {
+  constexpr int64_t kTops[] = {0, 1, 5, 64, kMaxDivergenceTopLogprobs, 0};
+  int64_t next = 0, reference_next = 0;
+  for (DivergenceRow& row : *rows) {
+    row.top_logprobs = static_cast<int32_t>(std::min(vocab, kTops[random() % 6]));
+    row.reference_top_logprobs = static_cast<int32_t>(std::min(vocab, kTops[random() % 6]));
+    row.first_top_entry = next;
+    row.first_reference_top_entry = reference_next;
+    next += row.top_logprobs + 1;
+    reference_next += row.reference_top_logprobs + 1;
+  }
+}
+
 struct DivergenceInput {
   HostTensor logits, reference;
   std::vector<DivergenceRow> rows;
@@ -197,6 +299,7 @@ inline DivergenceInput MakeInput(const DivergenceCase& c) {
     in.rows.push_back(RandomDivergence(c.vocab, random));
     if (r % 3 == 1) in.rows[r].reference_temperature = in.rows[r].temperature;
   }
+  if (c.seed % 3 != 0) AskForTops(c.vocab, random, &in.rows);
   return in;
 }
 
@@ -228,7 +331,9 @@ inline std::string FirstDivergenceDifference(OpRunner& runner, const DivergenceC
     const DivergenceRow& ask = in.rows[r];
     if (ask.active == 0) continue;
     const auto want = ReferenceDivergence(LogitsOf(in.logits, r), LogitsOf(in.reference, r), ask);
-    const std::string difference = DescribeDifference(want, *got, r, static_cast<double>(c.vocab));
+    const auto vocab = static_cast<double>(c.vocab);
+    std::string difference = DescribeDifference(want, *got, r, vocab);
+    if (difference.empty()) difference = DescribeTops(want, *got, ask, vocab);
     if (difference.empty()) continue;
     return absl::StrFormat("%s: row %d (target %d, temperatures %g, %g): %s", Describe(c), r,
                            ask.target, ask.temperature, ask.reference_temperature, difference);
@@ -272,6 +377,21 @@ inline std::string DivergenceBits(const DivergenceAnswer& got, int64_t r) {
   return bits;
 }
 
+// With those of its top tokens.
+inline std::string DivergenceBits(const DivergenceAnswer& got, int64_t r,
+                                  const DivergenceRow& ask) {
+  std::string bits = DivergenceBits(got, r);
+  const auto append = [&bits](const auto& ids, const auto& logprobs, int64_t first, int32_t count) {
+    for (int64_t i = first; i < first + count; ++i) {
+      absl::StrAppendFormat(&bits, " %d %08x", ids[i], BitsOf(logprobs[i]));
+    }
+  };
+  append(got.top_ids, got.top_logprobs, ask.first_top_entry, ask.top_logprobs);
+  append(got.reference_top_ids, got.reference_top_logprobs, ask.first_reference_top_entry,
+         ask.reference_top_logprobs);
+  return bits;
+}
+
 // Compares each row with the same row alone, at another alignment: "" where the bits are equal.
 inline std::string BrokenDivergenceInvariance(OpRunner& runner, const DivergenceCase& c) {
   const DivergenceInput in = MakeInput(c);
@@ -284,11 +404,60 @@ inline std::string BrokenDivergenceInvariance(OpRunner& runner, const Divergence
       x.Set(0, i, in.logits.At(r, i));
       y.Set(0, i, in.reference.At(r, i));
     }
-    const auto alone = runner.Divergence(x, y, {in.rows[r]});
+    DivergenceRow ask = in.rows[r];
+    ask.first_top_entry = ask.first_reference_top_entry = 0;
+    const auto alone = runner.Divergence(x, y, {ask});
     if (!alone.ok()) return alone.status().ToString();
-    if (DivergenceBits(*alone, 0) == DivergenceBits(*got, r)) continue;
-    return absl::StrFormat("%s: row %d has other bits alone: %s, not %s", Describe(c), r,
-                           DivergenceBits(*alone, 0), DivergenceBits(*got, r));
+    const std::string bits = DivergenceBits(*alone, 0, ask);
+    const std::string among = DivergenceBits(*got, r, in.rows[r]);
+    if (bits == among) continue;
+    return absl::StrFormat("%s: row %d has other bits alone: %s, not %s", Describe(c), r, bits,
+                           among);
+  }
+  return "";
+}
+
+// "" where a token's log-probabilities have the same bits as a top token and as a target, and all
+// other answers those that they have without top tokens.
+inline std::string FirstTopThatIsNotItsTarget(OpRunner& runner, const DivergenceCase& c) {
+  DivergenceInput in = MakeInput(c);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    DivergenceRow& row = in.rows[r];
+    const int64_t k = std::min<int64_t>(c.vocab, 3);
+    row.active = 1;
+    row.top_logprobs = row.reference_top_logprobs = static_cast<int32_t>(k);
+    row.first_top_entry = row.first_reference_top_entry = r * k;
+  }
+  const auto tops = runner.Divergence(in.logits, in.reference, in.rows);
+  if (!tops.ok()) return tops.status().ToString();
+  std::vector<DivergenceRow> plain = in.rows;
+  for (DivergenceRow& row : plain) row.top_logprobs = row.reference_top_logprobs = 0;
+  const auto without = runner.Divergence(in.logits, in.reference, plain);
+  if (!without.ok()) return without.status().ToString();
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (DivergenceBits(*tops, r) != DivergenceBits(*without, r))
+      return absl::StrFormat("%s: row %d has other bits with top tokens", Describe(c), r);
+  }
+  const auto as_target = [&](const std::vector<int32_t>& ids) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const DivergenceRow& row = in.rows[r];
+      plain[r].target = std::max(0, ids[row.first_top_entry + row.top_logprobs - 1]);
+    }
+    return runner.Divergence(in.logits, in.reference, plain);
+  };
+  const auto first = as_target(tops->top_ids), second = as_target(tops->reference_top_ids);
+  if (!first.ok() || !second.ok()) return "no answer";
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const int64_t at = in.rows[r].first_top_entry + in.rows[r].top_logprobs - 1;
+    const float top = tops->top_logprobs[at], reference = tops->reference_top_logprobs[at];
+    if (BitsOf(top) == BitsOf(first->target_logprob[r]) &&
+        BitsOf(reference) == BitsOf(second->reference_target_logprob[r])) {
+      continue;
+    }
+    if (std::isnan(top) && std::isnan(first->target_logprob[r])) continue;
+    return absl::StrFormat("%s: row %d: got %.9g and %.9g, as targets %.9g and %.9g", Describe(c),
+                           r, top, reference, first->target_logprob[r],
+                           second->reference_target_logprob[r]);
   }
   return "";
 }
@@ -299,7 +468,8 @@ inline std::vector<DivergenceCase> DivergenceInvarianceCases() {
           {DType::kF16, 9, 4097, 0, 1, Fill::kManyTies, Fill::kWithPlusInf, 3},
           {DType::kF32, 300, 5120, 3, 0, Fill::kHuge, Fill::kMostlyMinusInf, 4},
           {DType::kBF16, 1000, 2048, 0, 0, Fill::kNormal, Fill::kNormal, 5},
-          {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, Fill::kNormal, 6}};
+          {DType::kF32, 5, 131072, 1, 1, Fill::kUniform, Fill::kNormal, 7},
+          {DType::kF16, 33000, 40, 1, 0, Fill::kManyTies, Fill::kNormal, 8}};
 }
 
 // ---- Hidden states
@@ -316,6 +486,7 @@ inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const Linea
   std::vector<DivergenceRow> rows;
   std::mt19937_64 random(c.seed);
   for (int64_t r = 0; r < c.rows; ++r) rows.push_back(RandomDivergence(c.vocab, random));
+  if (c.seed % 3 != 0) AskForTops(c.vocab, random, &rows);
   const auto want = runner.Divergence(x.logits, y.logits, rows);
   const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
   const auto first = runner.MixedDivergence(x.hidden, x.head, y.logits, true, rows);
@@ -324,13 +495,14 @@ inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const Linea
   for (const auto* answer : {&got, &first, &second}) {
     if (!answer->ok()) return answer->status().ToString();
     for (int64_t r = 0; r < c.rows; ++r) {
-      const std::string bits = DivergenceBits(**answer, r);
-      if (bits == DivergenceBits(*want, r)) continue;
+      const std::string bits = DivergenceBits(**answer, r, rows[r]);
+      const std::string of_logits = DivergenceBits(*want, r, rows[r]);
+      if (bits == of_logits) continue;
       return absl::StrFormat("%s: %s heads: row %d: got %s, want %s", Describe(c),
                              answer == &got     ? "two"
                              : answer == &first ? "the first of two"
                                                 : "the second of two",
-                             r, bits, DivergenceBits(*want, r));
+                             r, bits, of_logits);
     }
   }
   return "";
@@ -339,10 +511,12 @@ inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const Linea
 inline std::vector<OpCheck> DivergenceChecks() {
   return {
       ForAll("KeepsEveryClaim", DivergenceClaims, BrokenClaim),
+      ForAll("KeepsEveryClaimOfTopTokens", DivergenceTopClaims, BrokenTopClaim),
       ForAll("AgreesWithDoublePrecision", DivergenceCases, FirstDivergenceDifference),
       ForAll("ARowBesideItselfHasNoDivergence", AllFills, FirstDivergenceFromItself),
       ForAll("ARowsBitsDoNotDependOnOtherRows", DivergenceInvarianceCases,
              BrokenDivergenceInvariance),
+      ForAll("ATopTokenHasTheBitsOfATarget", DivergenceInvarianceCases, FirstTopThatIsNotItsTarget),
       ForAll("TwoHeadsGiveTheAnswersOfTheirLogits", ExactCases, FirstLinearDivergenceDifference),
   };
 }

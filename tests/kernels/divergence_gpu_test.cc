@@ -16,7 +16,9 @@ const bool kRegistered = RegisterChecks<DivergenceGpuTest>("DivergenceGpuTest", 
 TEST_F(DivergenceGpuTest, EveryPlanHasTheSameBits) {
   for (DivergenceCase c : DivergenceInvarianceCases()) {
     c.rows = std::min<int64_t>(c.rows, 7);
-    const DivergenceInput in = MakeInput(c);
+    DivergenceInput in = MakeInput(c);
+    // Top tokens have plans of their own, whose forms are others.
+    for (DivergenceRow& row : in.rows) row.top_logprobs = row.reference_top_logprobs = 0;
     const auto run = [&] { return runner_->Divergence(in.logits, in.reference, in.rows); };
     const auto want = run();
     ASSERT_TRUE(want.ok()) << want.status();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -16,10 +17,35 @@
 
 namespace logitd::testing {
 
+// Top tokens of a row.
+struct TopTokens {
+  std::vector<int32_t> ids;
+  std::vector<double> logprobs;
+};
+
+// The first `k` tokens by (logit descending, id ascending). `logprobs`: of all tokens; none where a
+// logit is NaN.
+inline TopTokens ReferenceTops(const std::vector<double>& x, const std::vector<double>& logprobs,
+                               int32_t k) {
+  const auto count = static_cast<size_t>(k);
+  if (logprobs.empty()) {
+    return {std::vector<int32_t>(count, -1),
+            std::vector<double>(count, std::numeric_limits<double>::quiet_NaN())};
+  }
+  std::vector<int32_t> ids(x.size());
+  std::iota(ids.begin(), ids.end(), 0);
+  std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return x[a] > x[b]; });
+  ids.resize(count);
+  TopTokens tops = {.ids = ids, .logprobs = {}};
+  for (const int32_t id : ids) tops.logprobs.push_back(logprobs[id]);
+  return tops;
+}
+
 struct DivergenceRowAnswer {
   RowStatus status;
   double forward_kl, reverse_kl, entropy, reference_entropy, logsumexp, reference_logsumexp,
       target_logprob, reference_target_logprob;
+  TopTokens top, reference_top;
 };
 
 // The log-probabilities of a row, and its logsumexp.
@@ -60,7 +86,9 @@ inline DivergenceRowAnswer ReferenceDivergence(const std::vector<double>& x,
               kNotANumber,
               kNotANumber,
               kNotANumber,
-              kNotANumber};
+              kNotANumber,
+              ReferenceTops(x, {}, ask.top_logprobs),
+              ReferenceTops(y, {}, ask.reference_top_logprobs)};
     }
   }
   DivergenceRowAnswer answer{.status = {RowCode::kOk, -1}};
@@ -90,6 +118,8 @@ inline DivergenceRowAnswer ReferenceDivergence(const std::vector<double>& x,
   const bool counts = ask.target != kIgnoredTarget;
   answer.target_logprob = counts ? p[ask.target] : 0;
   answer.reference_target_logprob = counts ? q[ask.target] : 0;
+  answer.top = ReferenceTops(x, p, ask.top_logprobs);
+  answer.reference_top = ReferenceTops(y, q, ask.reference_top_logprobs);
   return answer;
 }
 
@@ -124,6 +154,36 @@ inline std::string DescribeDifference(const DivergenceRowAnswer& want, const Div
                            field.want, allowed + slack);
   }
   return "";
+}
+
+// "" where the entries from `first` on are `want`, within what the header promises, and the one
+// after them is unwritten.
+inline std::string DescribeTops(const char* name, const TopTokens& want,
+                                const std::vector<int32_t>& ids, const std::vector<float>& logprobs,
+                                int64_t first, double vocab) {
+  const auto count = static_cast<int64_t>(want.ids.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const double size = std::isfinite(want.logprobs[i]) ? std::fabs(want.logprobs[i]) : 0;
+    const double allowed = 4e-6 * std::max({1.0, size, std::log(vocab)});
+    if (ids[first + i] == want.ids[i] && IsWithin(logprobs[first + i], want.logprobs[i], allowed)) {
+      continue;
+    }
+    return absl::StrFormat("%s %d: got token %d with %.9g, want %d with %.12g, allowed %.3g", name,
+                           i, ids[first + i], logprobs[first + i], want.ids[i], want.logprobs[i],
+                           allowed);
+  }
+  const bool is_kept = ids[first + count] == kUnwrittenIndex &&
+                       IsWithin(logprobs[first + count], kUnwrittenFloat, 0);
+  return is_kept ? "" : absl::StrFormat("%s: the entry after the last is written", name);
+}
+inline std::string DescribeTops(const DivergenceRowAnswer& want, const DivergenceAnswer& got,
+                                const DivergenceRow& ask, double vocab) {
+  const std::string first =
+      DescribeTops("top", want.top, got.top_ids, got.top_logprobs, ask.first_top_entry, vocab);
+  return first.empty()
+             ? DescribeTops("reference top", want.reference_top, got.reference_top_ids,
+                            got.reference_top_logprobs, ask.first_reference_top_entry, vocab)
+             : first;
 }
 
 }  // namespace logitd::testing

@@ -20,6 +20,7 @@ const bool kRegistered = RegisterChecks<DivergenceCpuTest>("DivergenceCpuTest", 
 TEST(DivergenceTargetsTest, EveryInstructionSetAgreesWithDoublePrecision) {
   ForEachInstructionSet([](OpRunner& runner) {
     EXPECT_EQ(FailuresOf(runner, DivergenceClaims(), BrokenClaim), "");
+    EXPECT_EQ(FailuresOf(runner, DivergenceTopClaims(), BrokenTopClaim), "");
     EXPECT_EQ(FailuresOf(runner, DivergenceCases(), FirstDivergenceDifference), "");
   });
 }
@@ -30,7 +31,9 @@ TEST_F(DivergenceCpuTest, ARowsBitsDoNotDependOnTheNumberOfThreads) {
     const DivergenceAnswer want = runner_->Divergence(in.logits, in.reference, in.rows).value();
     ForEachThreadCount([&](OpRunner& runner) {
       const DivergenceAnswer got = runner.Divergence(in.logits, in.reference, in.rows).value();
-      for (int64_t r = 0; r < rows; ++r) EXPECT_EQ(DivergenceBits(got, r), DivergenceBits(want, r));
+      for (int64_t r = 0; r < rows; ++r) {
+        EXPECT_EQ(DivergenceBits(got, r, in.rows[r]), DivergenceBits(want, r, in.rows[r]));
+      }
     });
   }
 }
@@ -49,6 +52,8 @@ TEST(CheckDivergenceTest, TellsFieldValueAndWhatIsAllowed) {
       {{1, 0, 1, -1}, "reference_temperature: got -1 at row 1, allowed finite and > 0"},
       {{1, 0, 1, kInfinity}, "reference_temperature: got inf at row 1, allowed finite and > 0"},
       {{0, 0, 1, 1}, "active: got 0 at row 1, allowed 1..1"},
+      {{1, 0, 1, 1, -1, 0}, "top_logprobs: got -1 at row 1, allowed 0..10"},
+      {{1, 0, 1, 1, 10, 11}, "reference_top_logprobs: got 11 at row 1, allowed 0..10"},
   };
   for (const BadRow& b : bad) {
     const std::vector<DivergenceRow> rows = {kPlainDivergence, b.row};
@@ -57,8 +62,13 @@ TEST(CheckDivergenceTest, TellsFieldValueAndWhatIsAllowed) {
     EXPECT_EQ(status.message(), b.error);
   }
   EXPECT_EQ(CheckDivergence({.vocab = 0}).message(), "vocab: got 0, allowed 1..1048576");
-  const std::vector<DivergenceRow> good = {kPlainDivergence, {1, 9, 0.01f, 1e30f}};
+  const std::vector<DivergenceRow> good = {kPlainDivergence, {1, 9, 0.01f, 1e30f, 10, 0}};
   EXPECT_TRUE(CheckDivergence({.vocab = 10, .params = good}).ok());
+  const std::vector<DivergenceRow> most = {{1, 9, 1, 1, 1024, 1024}};
+  EXPECT_TRUE(CheckDivergence({.vocab = 2000, .params = most}).ok());
+  const std::vector<DivergenceRow> more = {{1, 9, 1, 1, 1025, 0}};
+  EXPECT_EQ(CheckDivergence({.vocab = 2000, .params = more}).message(),
+            "top_logprobs: got 1025 at row 0, allowed 0..1024");
 }
 
 }  // namespace

@@ -141,6 +141,8 @@ struct LossAnswer {
 struct DivergenceAnswer {
   std::vector<float> forward_kl, reverse_kl, entropy, reference_entropy;  // [rows], all of them
   std::vector<float> logsumexp, reference_logsumexp, target_logprob, reference_target_logprob;
+  std::vector<int32_t> top_ids, reference_top_ids;  // [entries], these two and the next
+  std::vector<float> top_logprobs, reference_top_logprobs;
   std::vector<RowStatus> status;
 };
 
@@ -363,6 +365,22 @@ inline void Add(Arena& arena, const std::vector<DivergenceRow>& rows, Divergence
   add(&to->target_logprob, &fields.target_logprob);
   add(&to->reference_target_logprob, &fields.reference_target_logprob);
   AddOutput(arena, count, kUnwrittenStatus, &to->status, &fields.status);
+  // An entry more than rows ask for, which stays as it is.
+  int64_t entries = 1, reference_entries = 1;
+  for (const DivergenceRow& row : rows) {
+    args->max_top_logprobs = std::max(args->max_top_logprobs, row.top_logprobs);
+    args->max_reference_top_logprobs =
+        std::max(args->max_reference_top_logprobs, row.reference_top_logprobs);
+    entries = std::max(entries, row.first_top_entry + row.top_logprobs + 1);
+    reference_entries =
+        std::max(reference_entries, row.first_reference_top_entry + row.reference_top_logprobs + 1);
+  }
+  AddOutput(arena, entries, kUnwrittenIndex, &to->top_ids, &fields.top_ids);
+  AddOutput(arena, entries, kUnwrittenFloat, &to->top_logprobs, &fields.top_logprobs);
+  AddOutput(arena, reference_entries, kUnwrittenIndex, &to->reference_top_ids,
+            &fields.reference_top_ids);
+  AddOutput(arena, reference_entries, kUnwrittenFloat, &to->reference_top_logprobs,
+            &fields.reference_top_logprobs);
 }
 
 inline void Add(Arena& arena, const HostHead& head, HeadView* view) {

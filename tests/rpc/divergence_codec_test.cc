@@ -208,6 +208,25 @@ TEST(DivergenceCodecTest, EveryParameterReachesItsRow) {
   EXPECT_EQ(rows[1].target, kIgnoredTarget);
 }
 
+TEST(DivergenceCodecTest, TopTokensHaveEntriesOneRowAfterAnother) {
+  Request request = Logits();
+  for (int k : {2, 3}) request.add_top_logprobs(k);
+  request.add_reference_top_logprobs(1);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  EXPECT_EQ(p.spec.counts, (engine::AxisCounts{2, 2 * 16, 2 + 3, 1 + 1}));
+  EXPECT_EQ(p.spec.size.answer_bytes, 2 * (8 * 4 + 8) + (5 + 2) * 8);
+  EXPECT_EQ(p.spec.max_row_entries, 3);
+  const auto rows = p.Rows();
+  EXPECT_EQ(rows[0].top_logprobs, 2);
+  EXPECT_EQ(rows[1].top_logprobs, 3);
+  EXPECT_EQ(rows[1].reference_top_logprobs, 1);
+  EXPECT_EQ(rows[0].first_top_entry, 0);
+  EXPECT_EQ(rows[1].first_top_entry, 2);
+  EXPECT_EQ(rows[0].first_reference_top_entry, 0);
+  EXPECT_EQ(rows[1].first_reference_top_entry, 1);
+}
+
 TEST(DivergenceCodecTest, RowsInALeaseMayBeEither) {
   Request request = Logits();
   v1::SharedRows* shared = request.mutable_reference_shared();
@@ -328,6 +347,18 @@ constexpr testing::Refused<Request> kRefusedDivergence[] = {
        for (int i = 0; i < 3; ++i) r->add_reference_temperature(1);
      },
      "reference_temperature: got 3 values, allowed none, 1 or 2 (rows)"},
+    {"top_tokens_beyond_vocab", [](R r) { r->add_top_logprobs(4); },
+     "top_logprobs: got 4 at row 0, allowed 0..3"},
+    {"top_tokens_below_0",
+     [](R r) {
+       for (int k : {0, -1}) r->add_reference_top_logprobs(k);
+     },
+     "reference_top_logprobs: got -1 at row 1, allowed 0..3"},
+    {"top_tokens_of_other_rows",
+     [](R r) {
+       for (int i = 0; i < 3; ++i) r->add_reference_top_logprobs(1);
+     },
+     "reference_top_logprobs: got 3 values, allowed none, 1 or 2 (rows)"},
     {"totals_nan", [](R r) { r->mutable_totals()->set_reverse_kl_sum(NAN); },
      "totals: got sums 0 and nan"},
 };
@@ -349,14 +380,24 @@ struct Outputs {
                      logsumexp = {6, 7, NAN}, reference_logsumexp = {8, 9, NAN},
                      logprob = {-1, 0, NAN}, reference_logprob = {-2, 0, NAN};
   std::vector<RowStatus> status = {{}, {}, {RowCode::kNanLogit, 2}};
-  const std::vector<absl::Span<const std::byte>> spans = {
-      Bytes(forward),           Bytes(reverse),           Bytes(entropy),
-      Bytes(reference_entropy), Bytes(logsumexp),         Bytes(reference_logsumexp),
-      Bytes(logprob),           Bytes(reference_logprob), Bytes(status)};
+  std::vector<int32_t> top_ids = {}, reference_top_ids = {};
+  std::vector<float> top_logprobs = {}, reference_top_logprobs = {};
+  const std::vector<absl::Span<const std::byte>> spans = {Bytes(forward),
+                                                          Bytes(reverse),
+                                                          Bytes(entropy),
+                                                          Bytes(reference_entropy),
+                                                          Bytes(logsumexp),
+                                                          Bytes(reference_logsumexp),
+                                                          Bytes(logprob),
+                                                          Bytes(reference_logprob),
+                                                          Bytes(status),
+                                                          Bytes(top_ids),
+                                                          Bytes(top_logprobs),
+                                                          Bytes(reference_top_ids),
+                                                          Bytes(reference_top_logprobs)};
 };
 
-v1::DivergenceResponse AnswerOf(Parsed& p) {
-  const Outputs outputs;
+v1::DivergenceResponse AnswerOf(Parsed& p, const Outputs& outputs = {}) {
   EncodedMessage answer =
       p.codec.Encode({.outputs = outputs.spans}, {.receive_ns = 1, .total_ns = 9});
   p.codec.Conclude(&answer);
@@ -410,6 +451,25 @@ TEST(DivergenceCodecTest, WithoutTargetsEveryRowCountsAndNoLogprobIsSent) {
   EXPECT_EQ(response.reference_head_version(), 0);
 }
 
+TEST(DivergenceCodecTest, TopTokensAreWhatGeneratedCodeReads) {
+  Request request = Hidden(3);
+  for (int k : {2, 0, 1}) request.add_top_logprobs(k);
+  for (int k : {0, 1, 0}) request.add_reference_top_logprobs(k);
+  Parsed p(request);
+  ASSERT_TRUE(p.status.ok()) << p.status;
+  p.Rows();
+  const v1::DivergenceResponse response = AnswerOf(p, {.top_ids = {2, 0, -1},
+                                                       .reference_top_ids = {1},
+                                                       .top_logprobs = {-0.25f, -0.5f, NAN},
+                                                       .reference_top_logprobs = {-0.125f}});
+  EXPECT_THAT(response.top_count(), ElementsAre(2, 0, 1));
+  EXPECT_THAT(response.top_ids(), ElementsAre(2, 0, -1));
+  EXPECT_THAT(response.top_logprobs(), ElementsAre(-0.25f, -0.5f, IsNan()));
+  EXPECT_THAT(response.reference_top_count(), ElementsAre(0, 1, 0));
+  EXPECT_THAT(response.reference_top_ids(), ElementsAre(1));
+  EXPECT_THAT(response.reference_top_logprobs(), ElementsAre(-0.125f));
+}
+
 TEST(DivergenceCodecTest, TheLongestAnswerFits) {
   Request request = Hidden(3);
   for (int target : {1, -100, 2}) request.add_targets(target);
@@ -421,6 +481,19 @@ TEST(DivergenceCodecTest, TheLongestAnswerFits) {
   Parsed p(request);
   ASSERT_TRUE(p.status.ok()) << p.status;
   EXPECT_EQ(AnswerOf(p).totals().rows(), (int64_t{1} << 60) + 3);  // it checks the size
+
+  Request tops = Logits(3, 1024);
+  tops.add_top_logprobs(1024);
+  tops.add_reference_top_logprobs(1024);
+  Parsed most(tops);
+  ASSERT_TRUE(most.status.ok()) << most.status;
+  const std::vector<int32_t> ids(3 * 1024, 1023);
+  const std::vector<float> logprobs(3 * 1024, -1);
+  const v1::DivergenceResponse response = AnswerOf(most, {.top_ids = ids,
+                                                          .reference_top_ids = ids,
+                                                          .top_logprobs = logprobs,
+                                                          .reference_top_logprobs = logprobs});
+  EXPECT_EQ(response.reference_top_ids_size(), 3 * 1024);
 }
 
 // --- streams
@@ -431,6 +504,8 @@ TEST(DivergenceSequenceTest, LaterMessagesInheritWhatTheFirstSaidAndKeepItsHeads
   Request request = Hidden();
   request.add_temperature(0.5f);
   for (float v : {2.0f, 3.0f}) request.add_reference_temperature(v);
+  request.add_top_logprobs(2);
+  for (int k : {1, 3}) request.add_reference_top_logprobs(k);
   request.set_ignore_index(1);
   for (int target : {1, 2}) request.add_targets(target);
   Parsed first(request, sequence, &heads);
@@ -446,12 +521,17 @@ TEST(DivergenceSequenceTest, LaterMessagesInheritWhatTheFirstSaidAndKeepItsHeads
   EXPECT_THAT(std::string(Parsed(later, sequence, &heads).status.message()),
               HasSubstr("reference_temperature: got none, allowed values in every message"));
   later.add_reference_temperature(4);
+  EXPECT_THAT(std::string(Parsed(later, sequence, &heads).status.message()),
+              HasSubstr("reference_top_logprobs: got none, allowed values in every message"));
+  later.add_reference_top_logprobs(0);
   Parsed second(later, sequence, &heads);
   ASSERT_TRUE(second.status.ok()) << second.status;
   EXPECT_EQ(second.spec.key, first.spec.key);
   EXPECT_EQ(second.Rows()[0].temperature, 0.5f);
   EXPECT_EQ(second.Rows()[0].reference_temperature, 4);
   EXPECT_EQ(second.Rows()[0].target, kIgnoredTarget);
+  EXPECT_EQ(second.Rows()[0].top_logprobs, 2);
+  EXPECT_EQ(second.Rows()[0].reference_top_logprobs, 0);
   EXPECT_EQ(sequence->next_row, 3);
   later.set_reference_head_version(kOtherVersion + 1);
   EXPECT_EQ(Parsed(later, sequence, &heads).status.code(), absl::StatusCode::kFailedPrecondition);
@@ -503,11 +583,12 @@ TEST(DivergenceCodecTest, EnqueueHandsASliceOfBothInputsToTheOp) {
   call.reference_dtype = DType::kBF16;
   call.reference_elements = 5;
   engine::BatchView batch = {.dtype = DType::kF32,
-                             .counts = {3, 10 * 16},
+                             .counts = {3, 10 * 16, 4},
                              .first_row = 4,
                              .row_elements = 2,
                              .row_stride = 16,
-                             .payload = memory + 448,
+                             .payload = memory + 480,
+                             .max_row_entries = 2,
                              .inputs = inputs,
                              .outputs = outputs};
   const HeadView head = {.weight = {.rows = 7, .cols = 2}};
@@ -515,24 +596,31 @@ TEST(DivergenceCodecTest, EnqueueHandsASliceOfBothInputsToTheOp) {
   FakeStream stream;
   ASSERT_TRUE(call.Enqueue(stream, batch).ok());
   const DivergenceArgs args = stream.last<DivergenceArgs>();
-  EXPECT_EQ(args.logits.data, memory + 448);
+  EXPECT_EQ(args.logits.data, memory + 480);
   EXPECT_EQ(args.reference_logits.data, memory + 4 * 16);
   EXPECT_EQ(args.reference_logits.dtype, DType::kBF16);
   EXPECT_EQ(args.reference_logits.rows, 3);
   EXPECT_EQ(args.reference_logits.row_stride, 8);
   EXPECT_EQ(static_cast<const void*>(args.rows), inputs[1]);
   const DivergenceAnswers& to = args.answers;
-  const void* const expected[] = {
-      to.forward_kl, to.reverse_kl,          to.entropy,        to.reference_entropy,
-      to.logsumexp,  to.reference_logsumexp, to.target_logprob, to.reference_target_logprob,
-      to.status};
-  for (size_t i = 0; i < outputs.size(); ++i) EXPECT_EQ(expected[i], outputs[i]) << i;
+  const void* const expected[] = {to.forward_kl,     to.reverse_kl,
+                                  to.entropy,        to.reference_entropy,
+                                  to.logsumexp,      to.reference_logsumexp,
+                                  to.target_logprob, to.reference_target_logprob,
+                                  to.status,         to.top_ids,
+                                  to.top_logprobs};
+  for (size_t i = 0; i < std::size(expected); ++i) EXPECT_EQ(expected[i], outputs[i]) << i;
+  // No row wants top tokens of the reference.
+  EXPECT_EQ(args.max_top_logprobs, 2);
+  EXPECT_EQ(args.max_reference_top_logprobs, 0);
+  EXPECT_EQ(to.reference_top_ids, nullptr);
+  EXPECT_EQ(to.reference_top_logprobs, nullptr);
 
   batch.reference_head = &reference_head;
   ASSERT_TRUE(call.Enqueue(stream, batch).ok());
   const LinearDivergenceArgs mixed = stream.last<LinearDivergenceArgs>();
   EXPECT_EQ(mixed.head.vocab(), 0);
-  EXPECT_EQ(mixed.divergence.logits.data, memory + 448);
+  EXPECT_EQ(mixed.divergence.logits.data, memory + 480);
   EXPECT_EQ(mixed.reference_hidden.data, memory + 4 * 16);
   EXPECT_EQ(mixed.rows(), 3);
   EXPECT_EQ(mixed.vocab(), 7);
@@ -540,7 +628,7 @@ TEST(DivergenceCodecTest, EnqueueHandsASliceOfBothInputsToTheOp) {
   batch.head = &head;
   ASSERT_TRUE(call.Enqueue(stream, batch).ok());
   const LinearDivergenceArgs linear = stream.last<LinearDivergenceArgs>();
-  EXPECT_EQ(linear.hidden.data, memory + 448);
+  EXPECT_EQ(linear.hidden.data, memory + 480);
   EXPECT_EQ(linear.head.hidden(), 2);
   EXPECT_EQ(linear.reference_head.hidden(), 5);
 }
@@ -555,6 +643,8 @@ TEST(DivergenceWireTest, MessagesAreJudgedAsGeneratedCodeJudgesThem) {
   request.set_ignore_index(-100);
   for (float v : {1.0f, 2.0f, 3.0f}) request.add_temperature(v);
   request.add_reference_temperature(2);
+  for (int k : {0, 3, 1}) request.add_top_logprobs(k);
+  request.add_reference_top_logprobs(2);
   request.set_offset(100);
   request.mutable_totals()->set_rows(100);
   request.mutable_totals()->set_counted(100);

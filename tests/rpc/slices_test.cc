@@ -193,7 +193,9 @@ class SlicesTest : public ::testing::Test {
       filled->rows.push_back({.active = 1,
                               .target = r % 3 == 0 ? kIgnoredTarget : r,
                               .temperature = 1,
-                              .reference_temperature = 0.5f + static_cast<float>(r % 2)});
+                              .reference_temperature = 0.5f + static_cast<float>(r % 2),
+                              .top_logprobs = r % 3,
+                              .reference_top_logprobs = 2});
     }
     filled->call.reference_elements = second ? kHidden : kVocab;
     engine::BatchKey key = Key(first ? kLinearDivergenceTraits : kDivergenceTraits);

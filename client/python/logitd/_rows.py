@@ -246,6 +246,7 @@ def result_of(
     if kind == "divergence":
         found.update({name: values[name] for name in _DIVERGENCES})
         found.update({name: values[name] if arrays[name].size else None for name in _LOGPROBS})
+        found.update({name: ragged(name, counts) for name, counts in _DIVERGENCE_TOPS.items()})
         found["reference_head_version"] = message.reference_head_version
         return results.DivergenceResult(
             **found, totals=totals_of(results.DivergenceTotals, message.totals), offset=message.offset
@@ -273,6 +274,12 @@ def result_of(
 
 _DIVERGENCES = ("forward_kl", "reverse_kl", "entropies", "reference_entropies", "reference_logsumexp")
 _LOGPROBS = ("target_logprobs", "reference_target_logprobs")
+_DIVERGENCE_TOPS = {
+    "top_ids": "top_count",
+    "top_logprobs": "top_count",
+    "reference_top_ids": "reference_top_count",
+    "reference_top_logprobs": "reference_top_count",
+}
 
 
 def _wanted_lists(kind: str) -> Dict[str, str]:
@@ -287,8 +294,8 @@ def _check_sizes(kind: str, arrays: Mapping[str, np.ndarray], rows: int) -> None
         sizes.update(k=rows)
         lists = {"indices": "k", "probs": "k"}
     elif kind == "divergence":
-        lists = {}
-        sizes.update({name: rows for name in _DIVERGENCES})
+        lists = dict(_DIVERGENCE_TOPS)
+        sizes.update({name: rows for name in (*_DIVERGENCES, "top_count", "reference_top_count")})
     else:
         lists = {"top_ids": "top_count", "top_logprobs": "top_count", "extra_logprobs": "extra_count"}
         names = ("losses", "target_logprobs") if kind == "score" else ("tokens", "logprobs", "ranks")

@@ -55,7 +55,8 @@ class SequenceMessages:
         extra = self._params.longest("extra_count")[0]
         lists = [self._params.longest(count) for count in ("extra_count", "support_count")]
         row_bytes = self._rows.counted_row_bytes + 4 * sum(size for size, per_row in lists if per_row)
-        answer_row = _ANSWER_ROW_BYTES + 8 * self._params.largest("top_logprobs") + 4 * extra
+        tops = self._params.largest("top_logprobs") + self._params.largest("reference_top_logprobs")
+        answer_row = _ANSWER_ROW_BYTES + 8 * tops + 4 * extra
         room = min(_MAX_PAYLOAD, limits.max_request_bytes or _MAX_PAYLOAD) - 4 * sum(
             size for size, per_row in lists if not per_row
         )

@@ -193,6 +193,10 @@ class DivergenceParams(InputParams, total=False):
     """Per row. Divides the logits; above 0; default 1."""
     reference_temperature: Floats
     """Per row. Divides the reference's logits; above 0; default 1."""
+    top_logprobs: Ints
+    """Per row, 0 to min(1024, V). Most probable tokens of p to report; default 0."""
+    reference_top_logprobs: Ints
+    """Per row, 0 to min(1024, V). Most probable tokens of q to report; default 0."""
 
 
 def split(params: Mapping[str, Any], *names: str) -> "tuple[list[Any], dict[str, Any]]":

@@ -277,6 +277,14 @@ class DivergenceResult(_Rows):
     """[N] float32, natural log, of p; 0 where ignored; None without targets."""
     reference_target_logprobs: Optional[Float32s]
     """[N] float32, natural log, of q; 0 where ignored; None without targets."""
+    top_ids: Ragged[np.int32]
+    """int32, the most probable tokens of p, as many as `top_logprobs` asked for; equal logits by ascending id."""
+    top_logprobs: Ragged[np.float32]
+    """float32, natural log, of p."""
+    reference_top_ids: Ragged[np.int32]
+    """int32, the most probable tokens of q, as many as `reference_top_logprobs` asked for."""
+    reference_top_logprobs: Ragged[np.float32]
+    """float32, natural log, of q."""
     reference_head_version: int
     """Version of the reference's head that served; 0 with logits."""
     totals: DivergenceTotals

@@ -5,6 +5,7 @@
 //            with NaN, or with a number beyond f32 makes a sum NaN, and is summed again with care.
 //   answer:  the cells' sums are brought to the rows' maxima in cell order. Rows with +inf are read
 //            again, token by token.
+//   tops:    softmax_topk reads an input whose top tokens are wanted once more.
 //
 // Cost at 64 x 131072 f32: reads 67 MB once, which is the floor; two exponentials and 12 further
 // operations a pair of tokens. Limited by: arithmetic.
@@ -17,6 +18,7 @@
 
 #include "kernels/cpu/rows/row_threads.h"
 #include "kernels/cpu/rows/sketch.h"
+#include "kernels/cpu/sampling/softmax_topk.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/loss/divergence.cc"
@@ -184,6 +186,25 @@ inline void ReadPairs(const DivergenceArgs& args, int64_t r, int64_t begin, int6
   });
 }
 
+// Writes the log-probabilities of row r's top tokens, whose ids are there.
+inline void AnswerTops(const DivergenceArgs& args, const DivergenceTops& tops, int64_t r) {
+  const TensorView& of =
+      tops.input == DivergenceInput::kFirst ? args.logits : args.reference_logits;
+  const Row row = {.logits = RowData(of, r),
+                   .dtype = of.dtype,
+                   .vocab = of.cols,
+                   .temperature = 1,
+                   .sketch = {}};
+  const SoftmaxTopKRow ask = tops.Ask(args.rows[r]);
+  for (int64_t i = ask.first_entry; i < ask.first_entry + ask.k; ++i) {
+    if (args.answers.status[r].code == RowCode::kNanLogit) {
+      tops.WriteNan(i);
+    } else {
+      tops.Write(i, Element(row, tops.ids[i]), args.rows[r], args.answers.norms[r]);
+    }
+  }
+}
+
 // Writes the answers of row r, whose cells are read.
 inline void AnswerPair(const DivergenceArgs& args, int64_t r, const DivergenceCell* cells) {
   const DivergenceRow& ask = args.rows[r];
@@ -239,8 +260,12 @@ namespace logitd::cpu {
 
 HWY_EXPORT(ReadPairs);
 HWY_EXPORT(AnswerPair);
+HWY_EXPORT(AnswerTops);
 
-void Divergence(const DivergenceArgs& args, ThreadPool& pool, DivergenceScratch& scratch) {
+namespace {
+
+// Everything except the top tokens.
+void Measure(const DivergenceArgs& args, ThreadPool& pool, DivergenceScratch& scratch) {
   const int64_t rows = args.logits.rows, vocab = args.logits.cols;
   const int64_t per_row = CellCount(vocab);
   DivergenceCell* const cells = scratch.cells.Get(rows * per_row);
@@ -261,6 +286,36 @@ void Divergence(const DivergenceArgs& args, ThreadPool& pool, DivergenceScratch&
   }
   ForCells(rows, vocab, pool, read);
   pool.ParallelFor(rows, answer);
+}
+
+// Writes the top tokens of one input, after Measure.
+void FindTops(const DivergenceArgs& args, DivergenceInput input, ThreadPool& pool,
+              DivergenceScratch& scratch) {
+  const DivergenceTops tops = DivergenceTops::Of(args, input);
+  if (tops.max_k == 0) return;
+  const int64_t rows = args.logits.rows;
+  SoftmaxTopKRow* const asks = scratch.top_rows.Get(rows);
+  for (int64_t r = 0; r < rows; ++r) asks[r] = tops.Ask(args.rows[r]);
+  SoftmaxTopK({.logits = input == DivergenceInput::kFirst ? args.logits : args.reference_logits,
+               .rows = asks,
+               .max_k = tops.max_k,
+               .indices = tops.ids,
+               .probs = tops.logprobs,
+               .logsumexp = scratch.top_logsumexp.Get(rows),
+               .status = scratch.top_status.Get(rows)},
+              pool, scratch.topk);
+  pool.ParallelFor(rows, [&](int64_t r) { HWY_DYNAMIC_DISPATCH(AnswerTops)(args, tops, r); });
+}
+
+}  // namespace
+
+void Divergence(const DivergenceArgs& args, ThreadPool& pool, DivergenceScratch& scratch) {
+  DivergenceArgs with_norms = args;
+  if (WantsTops(args) && args.answers.norms == nullptr)
+    with_norms.answers.norms = scratch.norms.Get(args.logits.rows);
+  Measure(with_norms, pool, scratch);
+  for (const auto input : {DivergenceInput::kFirst, DivergenceInput::kReference})
+    FindTops(with_norms, input, pool, scratch);
 }
 
 }  // namespace logitd::cpu

@@ -4,14 +4,18 @@
 // The skeleton of ops on rows (rows/row_kernel.cuh) cuts and reads the logits' row; a warp reads
 // the reference's cell itself, while it waits for the other one. A cell with -inf, with NaN, or
 // with a number beyond f32 makes a sum NaN, and is summed again with care. Rows with +inf are read
-// again, token by token, by the warp that merges.
+// again, token by token, by the warp that merges. softmax_topk reads an input whose top tokens are
+// wanted once more, and a warp a row turns its tokens' logits into log-probabilities.
 //
 // Cost at 512 x 131072 f32: reads 537 MB once, which is the floor; two exponentials and 12 further
 // operations a pair of tokens. A reference row that is not aligned to 16 bytes is read by elements.
 // Measured on an H200 (bench/results/h200/divergence.json): 512 x 131072 f32 91% of the floor, bf16
 // 75%; two heads of 128256 x 4096, 4096 rows: 1.14 of the two bare products (1.28 before blocks
 // were whole groups of Hopper's rows), whose logits go through memory.
+#include <algorithm>
+
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/rows/row_kernel.cuh"
 #include "kernels/divergence_sums.h"
@@ -205,11 +209,110 @@ struct DivergenceOp : RowOp {
   }
 };
 
-}  // namespace
-
-cudaError_t Divergence(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream) {
+// Everything except the top tokens.
+cudaError_t Measure(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream) {
   return VisitDType(args.logits.dtype,
                     [&]<class T>() { return RunRows<DivergenceOp<T>>(args, scratch, stream); });
+}
+
+// ---- top tokens --------------------------------------------------------------------------------
+
+constexpr int kTopThreads = 128;
+constexpr int64_t kTopRows = 32768;  // rows whose top tokens are found at once
+
+__global__ void __launch_bounds__(kTopThreads)
+    AskTopsKernel(DivergenceTops tops, const DivergenceRow* rows, int64_t count,
+                  SoftmaxTopKRow* asks) {
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kTopThreads + threadIdx.x;
+  if (r < count) asks[r] = tops.Ask(rows[r]);
+}
+
+// A warp a row.
+template <class T>
+__global__ void __launch_bounds__(kTopThreads)
+    AnswerTopsKernel(DivergenceTops tops, TensorView logits, const DivergenceRow* rows,
+                     const DivergenceNorms* norms, const RowStatus* status) {
+  const int64_t r =
+      static_cast<int64_t>(blockIdx.x) * (kTopThreads / 32) + static_cast<int>(threadIdx.x / 32);
+  if (r >= logits.rows) return;
+  const DivergenceRow row = rows[r];
+  const SoftmaxTopKRow ask = tops.Ask(row);
+  const T* const x = static_cast<const T*>(logits.data) + r * logits.row_stride;
+  const int lane = threadIdx.x % 32;
+  const bool is_nan = ask.k > 0 && status[r].code == RowCode::kNanLogit;
+  for (int64_t i = ask.first_entry + lane; i < ask.first_entry + ask.k; i += 32) {
+    if (is_nan) {
+      tops.WriteNan(i);
+    } else {
+      tops.Write(i, ToFloat(x[tops.ids[i]]), row, norms[r]);
+    }
+  }
+}
+
+// Memory for kTopRows rows, or fewer.
+struct TopsMemory {
+  DivergenceNorms* norms;
+  SoftmaxTopKRow* asks;
+  float* logsumexp;
+  RowStatus* status;
+
+  TopsMemory(int64_t rows, Scratch& scratch)
+      : norms(scratch.Take<DivergenceNorms>(static_cast<size_t>(rows))),
+        asks(scratch.Take<SoftmaxTopKRow>(static_cast<size_t>(rows))),
+        logsumexp(scratch.Take<float>(static_cast<size_t>(rows))),
+        status(scratch.Take<RowStatus>(static_cast<size_t>(rows))) {}
+  bool IsThere() const {
+    return norms != nullptr && asks != nullptr && logsumexp != nullptr && status != nullptr;
+  }
+};
+
+// Writes the top tokens of one input, after Measure.
+cudaError_t FindTops(const DivergenceArgs& args, DivergenceInput input, const TopsMemory& memory,
+                     const Scratch& scratch, cudaStream_t stream) {
+  const DivergenceTops tops = DivergenceTops::Of(args, input);
+  if (tops.max_k == 0) return cudaSuccess;
+  const TensorView& logits = input == DivergenceInput::kFirst ? args.logits : args.reference_logits;
+  cudaError_t error = LaunchKernel(
+      &AskTopsKernel, {.grid = GridFor(logits.rows, kTopThreads), .threads = kTopThreads}, stream,
+      tops, args.rows, logits.rows, memory.asks);
+  if (error != cudaSuccess) return error;
+  error = SoftmaxTopK({.logits = logits,
+                       .rows = memory.asks,
+                       .max_k = tops.max_k,
+                       .indices = tops.ids,
+                       .probs = tops.logprobs,
+                       .logsumexp = memory.logsumexp,
+                       .status = memory.status},
+                      scratch, stream);
+  if (error != cudaSuccess) return error;
+  return VisitDType(logits.dtype, [&]<class T>() {
+    return LaunchKernel(&AnswerTopsKernel<T>,
+                        {.grid = GridFor(logits.rows, kTopThreads / 32), .threads = kTopThreads},
+                        stream, tops, logits, args.rows, args.answers.norms, args.answers.status);
+  });
+}
+
+}  // namespace
+
+cudaError_t Divergence(const DivergenceArgs& args, const Scratch& given, cudaStream_t stream) {
+  if (!WantsTops(args)) return Measure(args, given, stream);
+  Scratch scratch = given;
+  const int64_t all = args.logits.rows, most = std::min(all, kTopRows);
+  const TopsMemory memory(most, scratch);
+  if (!memory.IsThere()) return cudaErrorMemoryAllocation;
+  for (int64_t first = 0; first < all; first += most) {
+    const int64_t rows = std::min(most, all - first);
+    DivergenceArgs part = RowsFrom(args, first);
+    part.logits = RowsOf(args.logits, first, rows);
+    part.reference_logits = RowsOf(args.reference_logits, first, rows);
+    if (part.answers.norms == nullptr) part.answers.norms = memory.norms;
+    cudaError_t error = Measure(part, scratch, stream);
+    for (const auto input : {DivergenceInput::kFirst, DivergenceInput::kReference}) {
+      if (error == cudaSuccess) error = FindTops(part, input, memory, scratch, stream);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace logitd::cuda

@@ -213,8 +213,10 @@ void DivergenceCodec::Remember(const DivergenceFields& fields) {
   first = fields;
   first.vocab = input_.vocab();  // of a head too
   if (first.reference_dtype == 0) first.reference_dtype = first.dtype;
-  first.input = {};
-  first.reference = {};
+  for (Choice* choice : {&first.input, &first.reference}) {
+    choice->number = 0;
+    choice->message.parts.clear();
+  }
   Shorten(&first.params);
 }
 
@@ -250,6 +252,14 @@ EncodedMessage DivergenceCodec::Encode(const engine::JobAnswer& answer, const Ca
       array(Response::kTargetLogprobsFieldNumber, ops::kDivergenceTargetLogprobs);
       array(Response::kReferenceTargetLogprobsFieldNumber, ops::kDivergenceReferenceTargetLogprobs);
     }
+    WriteVarints(writer, Response::kTopCountFieldNumber, rows_.rows,
+                 [](const DivergenceRow& row) { return row.top_logprobs; });
+    array(Response::kTopIdsFieldNumber, ops::kDivergenceTopIds);
+    array(Response::kTopLogprobsFieldNumber, ops::kDivergenceTopLogprobs);
+    WriteVarints(writer, Response::kReferenceTopCountFieldNumber, rows_.rows,
+                 [](const DivergenceRow& row) { return row.reference_top_logprobs; });
+    array(Response::kReferenceTopIdsFieldNumber, ops::kDivergenceReferenceTopIds);
+    array(Response::kReferenceTopLogprobsFieldNumber, ops::kDivergenceReferenceTopLogprobs);
     WriteTimings(writer, Response::kTimingsFieldNumber, times);
     writer.VarintField(Response::kOffsetFieldNumber, offset_);
     writer.VarintField(kHeadVersionNumber, input_.head_version());

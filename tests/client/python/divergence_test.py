@@ -44,6 +44,14 @@ def expected(logits, reference, temperature=1.0, reference_temperature=1.0, targ
     return want
 
 
+def expected_tops(logits, counts, temperature=1.0):
+    """Ids and log-probabilities, row after row, by (logit descending, id ascending)."""
+    logprobs, _ = log_softmax(logits, temperature)
+    order = np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")
+    ids = [row[:count] for row, count in zip(order, counts)]
+    return np.concatenate(ids), np.concatenate([logprobs[i][row] for i, row in enumerate(ids)])
+
+
 class DivergenceTest(LeaseTestCase):
     @classmethod
     def setUpClass(cls):
@@ -84,6 +92,45 @@ class DivergenceTest(LeaseTestCase):
                 self.assertAlmostEqual(result.totals.forward_kl_sum, want["forward_kl"][counted].sum(), places=3)
                 self.assertAlmostEqual(result.totals.reverse_kl_mean, want["reverse_kl"][counted].mean(), places=4)
                 self.assertEqual((result.head_version, result.reference_head_version), (0, 0))
+
+    def assert_tops(self, ids, logprobs, counts, want):
+        np.testing.assert_array_equal(ids.counts, counts)
+        np.testing.assert_array_equal(logprobs.counts, counts)
+        np.testing.assert_array_equal(ids.values, want[0])
+        np.testing.assert_allclose(logprobs.values, want[1], rtol=1e-5, atol=1e-5)
+
+    def test_top_tokens_of_both_inputs(self):
+        counts = np.arange(60) % 5
+        params = dict(temperature=2.0, top_logprobs=counts, reference_top_logprobs=7)
+        want = expected_tops(self.logits, counts, 2.0)
+        reference = expected_tops(self.reference, [7] * 60)
+        for client in self.both(self.server.unix, score_message_bytes=VOCAB * 4 * 2 * 7):
+            for call in (client.divergence, client.divergence_stream):
+                result = call(self.logits, self.reference, **params)
+                self.assert_tops(result.top_ids, result.top_logprobs, counts, want)
+                self.assert_tops(result.reference_top_ids, result.reference_top_logprobs, [7] * 60, reference)
+                self.assertEqual(result.top_ids[3].shape, (3,))
+            none = client.divergence(self.logits, self.reference)
+            self.assertEqual((none.top_ids.values.size, none.reference_top_logprobs.values.size), (0, 0))
+            np.testing.assert_array_equal(none.forward_kl, client.divergence(self.logits, self.reference).forward_kl)
+            with self.refused(logitd.InvalidArgument, "reference_top_logprobs: got 501 at row 0, allowed 0..500"):
+                client.divergence(self.logits, self.reference, reference_top_logprobs=501)
+
+    def test_top_tokens_of_faulty_rows(self):
+        first, second = self.logits[:3].copy(), self.reference[:3].copy()
+        first[0, 30] = np.nan
+        first[1] = -np.inf
+        for client in self.both(self.server.unix):
+            result = client.divergence(first, second, top_logprobs=2, reference_top_logprobs=2)
+            self.assertEqual(result.status.tolist(), [1, 2, 0])
+            self.assertEqual(result.top_ids.values[:4].tolist(), [-1, -1, 0, 1])
+            self.assertEqual(result.reference_top_ids.values[:2].tolist(), [-1, -1])
+            self.assertTrue(np.isnan(result.top_logprobs[0]).all())
+            self.assertTrue(np.isnan(result.reference_top_logprobs[0]).all())
+            self.assertEqual(result.top_logprobs[1].tolist(), [-np.inf, -np.inf])
+            want = expected_tops(second[1:], [2, 2])
+            np.testing.assert_array_equal(result.reference_top_ids.values[2:], want[0])
+            np.testing.assert_allclose(result.reference_top_logprobs.values[2:], want[1], rtol=1e-5)
 
     def test_hidden_states_of_two_heads_and_beside_logits(self):
         logits = {

@@ -172,7 +172,10 @@ class ValuesTest(TestCase):
             ("sample", dict(seed=1, allowed_tokens=np.ones((4, 4), bool)), "allowed_tokens_mask", TOKENS),
             *(("score", dict(targets=TOKENS), name, TOKENS) for name in ("targets", "top_logprobs", "extra_ids")),
             ("score", dict(targets=TOKENS), "ignore_index", [3]),
-            ("divergence", dict(reference_logits=ROWS), "targets", TOKENS),
+            *(
+                ("divergence", dict(reference_logits=ROWS), name, TOKENS)
+                for name in ("targets", "top_logprobs", "reference_top_logprobs")
+            ),
             ("divergence", dict(reference_logits=ROWS), "ignore_index", [3]),
             ("verify", verify, "sequence_rows", [3]),
             ("verify", verify, "drafts", [1, 2]),
