@@ -36,12 +36,13 @@ struct TopKFlags {
 };
 int RunTopK(const Session& session, const TopKFlags& flags);
 
-// Parameters of Sample. What is not given stays as the parameter file has it, or off.
+// Parameters of Sample and Verify. What is not given stays as the parameter file has it, or off.
 struct SamplingFlags {
-  std::string file;  // logitd.v1.SampleRequest in protobuf's JSON
+  std::string file;  // the request in protobuf's JSON
   std::vector<ParameterFlag> params;
   std::vector<std::string> logit_bias;  // ID=VALUE
   std::vector<int32_t> allow;           // the only tokens that may be drawn; empty: all
+  std::optional<uint64_t> seeds;        // where the rows' seeds start; none: they are in the others
 };
 
 struct SampleFlags {
@@ -49,9 +50,25 @@ struct SampleFlags {
   SamplingFlags sampling = {.params =
                                 FlagsOf(*v1::SampleRequest::descriptor(),
                                         {"logit_bias", "logit_bias_ids", "allowed_tokens_mask"})};
-  std::optional<uint64_t> seeds;  // where the rows' seeds start; none: they are in `sampling`
 };
 int RunSample(const Session& session, const SampleFlags& flags);
+
+struct VerifyFlags {
+  InputFlags input;                     // a file
+  std::vector<int32_t> sequence_rows;   // of each sequence; empty: all rows are one
+  std::string drafts;                   // a file; empty: they are `ids`
+  std::vector<int32_t> ids;             // the draft tokens themselves
+  std::vector<std::string> draft_kind;  // "greedy", "list" or "dense"
+  std::vector<int32_t> draft_count;     // of each list; empty: all have the same
+  std::string draft_ids;                // files; none where empty
+  std::string draft_probs;
+  bool block_verification = false;
+  SamplingFlags sampling = {
+      .params = FlagsOf(*v1::VerifyRequest::descriptor(),
+                        {"logit_bias", "logit_bias_ids", "allowed_tokens_mask", "draws"},
+                        v1::SampleRequest::descriptor())};
+};
+int RunVerify(const Session& session, const VerifyFlags& flags);
 
 struct GenerateFlags {
   InputFlags input;

@@ -135,23 +135,26 @@ absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefi
   return input;
 }
 
-absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows) {
+absl::StatusOr<std::vector<int32_t>> LoadIds(const std::string& flag, const std::string& file) {
   const absl::StatusOr<std::vector<int64_t>> wide = client::LoadIntegers(file);
   if (!wide.ok()) return wide.status();
-  if (static_cast<int64_t>(wide->size()) != rows) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "--targets: %s: got %d values, allowed %d (rows)", file, wide->size(), rows));
-  }
-  std::vector<int32_t> targets;
-  targets.reserve(wide->size());
-  for (int64_t target : *wide) {
-    if (target < std::numeric_limits<int32_t>::min() ||
-        target > std::numeric_limits<int32_t>::max()) {
-      return absl::InvalidArgumentError(
-          absl::StrFormat("--targets: %s: got %d at row %d, allowed numbers of 32 bits", file,
-                          target, targets.size()));
+  std::vector<int32_t> ids;
+  ids.reserve(wide->size());
+  for (int64_t id : *wide) {
+    if (id < std::numeric_limits<int32_t>::min() || id > std::numeric_limits<int32_t>::max()) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "%s: %s: got %d at place %d, allowed numbers of 32 bits", flag, file, id, ids.size()));
     }
-    targets.push_back(static_cast<int32_t>(target));
+    ids.push_back(static_cast<int32_t>(id));
+  }
+  return ids;
+}
+
+absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows) {
+  absl::StatusOr<std::vector<int32_t>> targets = LoadIds("--targets", file);
+  if (targets.ok() && static_cast<int64_t>(targets->size()) != rows) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "--targets: %s: got %d values, allowed %d (rows)", file, targets->size(), rows));
   }
   return targets;
 }

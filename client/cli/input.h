@@ -80,6 +80,9 @@ int NoArena(const Session& session, const absl::Status& status);
 // for flags that do not go together.
 absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix = "--");
 
+// The token ids in a file, the value of `flag`.
+absl::StatusOr<std::vector<int32_t>> LoadIds(const std::string& flag, const std::string& file);
+
 // The token ids of --targets, one for each row.
 absl::StatusOr<std::vector<int32_t>> LoadTargets(const std::string& file, int64_t rows);
 

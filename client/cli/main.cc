@@ -60,6 +60,24 @@ constexpr char kSampleExamples[] =
   logitctl sample --logits logits.npy --params params.json --seeds 7 --format json
   logitctl sample --hidden states.npy --head llama --seed 7 --top-p 0.9)";
 
+constexpr char kVerifyHelp[] =
+    R"(Speculative decoding: which draft tokens the target model accepts, and the bonus token after them.
+
+Rows are those of the target, sequence after sequence: one at each draft, and one after the last.
+Every token has the distribution that logitctl sample draws from. Give the rows of a sequence
+different positions, or seeds by --seeds. Kinds say how drafts were drawn: greedy, with certainty or
+unknown; list, from --draft-ids with --draft-probs; dense, from the whole vocabulary with
+--draft-probs. Files of ids have int32 or int64, as --targets of logitctl score; --draft-probs has
+f32, draft after draft.
+
+Parameters come as flags or from a JSON file with the keys of logitd.v1.VerifyRequest. The file may
+also have the drafts, and a history for each row, which includes the drafts before it. A flag
+overrides the file. JSON output has the keys of logitd.v1.VerifyResponse.)";
+constexpr char kVerifyExamples[] =
+    R"(  logitctl verify --logits target.npy --ids 17,5,9 --seeds 7 --temperature 0.8
+  logitctl verify --logits target.npy --sequence-rows 4,3 --drafts drafts.npy --temperature 0
+  logitctl verify --hidden h.npy --head llama --ids 5,9 --draft-kind dense --draft-probs q.npy)";
+
 constexpr char kGenerateHelp[] =
     R"(Continues a prompt, and prints the tokens as they are drawn.
 
@@ -274,6 +292,21 @@ void AddInput(CLI::App* command, InputFlags* input, int sources, const char* hea
   AddArenaKind(command, &input->arena_kind);
 }
 
+// Flags for an input of a command whose rows come from files. Their names begin with `prefix`.
+void AddFiles(CLI::App* command, const char* name, const std::string& prefix, InputFlags* input) {
+  CLI::Option_group* group = command->add_option_group(name, "one of");
+  group
+      ->add_option(prefix + "logits", input->logits, "a file as for score, [rows,vocab] or [vocab]")
+      ->type_name("FILE");
+  group
+      ->add_option(prefix + "hidden", input->hidden,
+                   "a file, [rows,hidden], in the dtype of the head")
+      ->type_name("FILE");
+  group->require_option(1);
+  command->add_option(prefix + "head", input->head,
+                      "a head that the server has loaded; required with " + prefix + "hidden");
+}
+
 void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {
   for (ParameterFlag& flag : *flags) {
     CLI::Option* option = flag.is_switch() ? command->add_flag(flag.names, flag.text, flag.help)
@@ -302,6 +335,15 @@ void AddSampling(CLI::App* command, SamplingFlags* flags) {
       0, std::numeric_limits<int32_t>::max())
       ->type_name("ID")
       ->delimiter(',');
+}
+
+// After AddSampling.
+void AddSeeds(CLI::App* command, SamplingFlags* flags) {
+  Integers(command->add_option("--seeds", flags->seeds,
+                               "a number from which every row gets its own seed: row i has output "
+                               "i, from 0, of SplitMix64 started at it"),
+           0, std::numeric_limits<uint64_t>::max())
+      ->excludes("--seed");
 }
 
 // After AddInput.
@@ -334,11 +376,7 @@ void AddSample(CLI::App* app, Commands* commands) {
            "own, and its hidden state is sent");
   AddRing(command, &flags->input.ring);
   AddSampling(command, &flags->sampling);
-  Integers(command->add_option("--seeds", flags->seeds,
-                               "a number from which every row gets its own seed: row i has output "
-                               "i, from 0, of SplitMix64 started at it"),
-           0, std::numeric_limits<uint64_t>::max())
-      ->excludes("--seed");
+  AddSeeds(command, &flags->sampling);
 }
 
 void AddGenerate(CLI::App* app, Commands* commands) {
@@ -378,30 +416,55 @@ void AddScore(CLI::App* app, Commands* commands) {
       ->type_name("FILE");
 }
 
+void AddVerify(CLI::App* app, Commands* commands) {
+  const auto [command, flags] =
+      AddCommand(app, commands, "verify", kVerifyHelp, kVerifyExamples, &RunVerify);
+  AddFiles(command, "input", "--", &flags->input);
+  AddArena(command, &flags->input.arena);
+  AddArenaKind(command, &flags->input.arena_kind);
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  Integers(command->add_option("--sequence-rows", flags->sequence_rows,
+                               "rows of each sequence, its drafts + 1: R,R,...; default: all rows "
+                               "are one sequence"),
+           1, kMost)
+      ->delimiter(',');
+  CLI::Option* drafts =
+      command->add_option("--drafts", flags->drafts, "a file of draft tokens, row after row")
+          ->type_name("FILE");
+  Integers(command->add_option("--ids", flags->ids, "the draft tokens themselves: ID,ID,..."), 0,
+           kMost)
+      ->type_name("ID")
+      ->delimiter(',')
+      ->excludes(drafts);
+  Words(command->add_option("--draft-kind", flags->draft_kind,
+                            "how drafts were drawn: one for all, or K,K,... with one per draft"),
+        {"greedy", "list", "dense"})
+      ->delimiter(',');
+  command
+      ->add_option("--draft-ids", flags->draft_ids,
+                   "a file: the ids that each draft of kind list was drawn from, ascending")
+      ->type_name("FILE");
+  Integers(command->add_option("--draft-count", flags->draft_count,
+                               "ids of each draft of kind list: one for all, or C,C,...; default: "
+                               "as many for each"),
+           1, 1 << 20)
+      ->delimiter(',');
+  command
+      ->add_option("--draft-probs", flags->draft_probs,
+                   "a file: the probabilities that drafts were drawn with, f32")
+      ->type_name("FILE");
+  command->add_flag(
+      "--block-verification", flags->block_verification,
+      "decide about all drafts of a sequence together; each is of kind list or dense");
+  AddSampling(command, &flags->sampling);
+  AddSeeds(command, &flags->sampling);
+}
+
 void AddDivergence(CLI::App* app, Commands* commands) {
   const auto [command, flags] =
       AddCommand(app, commands, "divergence", kDivergenceHelp, kDivergenceExamples, &RunDivergence);
-  struct Source {
-    const char* group;
-    const char* prefix;
-    InputFlags* flags;
-  };
-  for (const Source& source : {Source{"input", "--", &flags->input},
-                               Source{"reference", "--reference-", &flags->reference}}) {
-    const std::string prefix = source.prefix;
-    CLI::Option_group* group = command->add_option_group(source.group, "one of");
-    group
-        ->add_option(prefix + "logits", source.flags->logits,
-                     "a file as for score, [rows,vocab] or [vocab]")
-        ->type_name("FILE");
-    group
-        ->add_option(prefix + "hidden", source.flags->hidden,
-                     "a file, [rows,hidden], in the dtype of the head")
-        ->type_name("FILE");
-    group->require_option(1);
-    command->add_option(prefix + "head", source.flags->head,
-                        "a head that the server has loaded; required with " + prefix + "hidden");
-  }
+  AddFiles(command, "input", "--", &flags->input);
+  AddFiles(command, "reference", "--reference-", &flags->reference);
   AddArena(command, &flags->input.arena);
   AddArenaKind(command, &flags->input.arena_kind);
   command->add_option("--targets", flags->targets, "a file of token ids, [rows]")
@@ -573,7 +636,7 @@ int Main(int argc, char** argv) {
                        absl::StrCat("logitctl ", LOGITD_VERSION, ", gRPC ", grpc::Version()));
   app.require_subcommand(1);
   Commands commands;
-  for (auto add : {AddTopK, AddSample, AddGenerate, AddScore, AddDivergence, AddSoftmax,
+  for (auto add : {AddTopK, AddSample, AddGenerate, AddVerify, AddScore, AddDivergence, AddSoftmax,
                    AddSoftmaxBackward, AddHeads, AddWatermark, AddServer}) {
     add(&app, &commands);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -99,6 +100,46 @@ namespace {
 // A rank that was not asked for is 0.
 std::string Rank(int32_t rank) { return rank == 0 ? "-" : absl::StrCat(rank); }
 
+// The lines of a row's lists and entropies, in the columns of a table of draws.
+template <typename Answer>
+std::string RowDetails(const client::LogitsResult<Answer>& result, int row,
+                       const std::vector<std::string>& top_text) {
+  const Answer& a = result.answer;
+  std::string out;
+  for (int64_t e = result.top_offsets[row]; e < result.top_offsets[row + 1]; ++e) {
+    const int entry = static_cast<int>(e);
+    absl::StrAppendFormat(&out, "%6s %8d %6d %12.6g%s\n", "top", a.top_ids(entry),
+                          e - result.top_offsets[row] + 1, a.top_logprobs(entry),
+                          TextColumn(top_text, entry));
+  }
+  for (int64_t e = result.extra_offsets[row]; e < result.extra_offsets[row + 1]; ++e) {
+    absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
+                          a.extra_logprobs(static_cast<int>(e)));
+  }
+  if constexpr (std::is_same_v<Answer, v1::SampleResponse>) {
+    if (a.draw_count_size() > 0) {
+      for (int64_t e = result.draw_offsets[row]; e < result.draw_offsets[row + 1]; ++e) {
+        const int entry = static_cast<int>(e);
+        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "draw", a.draw_tokens(entry), "",
+                              a.draw_logprobs(entry));
+      }
+    }
+  }
+  if (a.support_count_size() > 0) {
+    absl::StrAppendFormat(&out, "%6s %8s of %d tokens\n", "support", "", a.support_size(row));
+    for (int64_t e = result.support_offsets[row]; e < result.support_offsets[row + 1]; ++e) {
+      const int entry = static_cast<int>(e);
+      absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "", a.support_ids(entry), "",
+                            a.support_logprobs(entry));
+    }
+  }
+  if (a.entropies_size() > 0) {
+    absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g raw %.6g\n", "entropy", "", "",
+                          a.entropies(row), a.raw_entropies(row));
+  }
+  return out;
+}
+
 }  // namespace
 
 std::string Json(const SampleOutput& output) {
@@ -118,35 +159,40 @@ std::string Table(const SampleOutput& output) {
     }
     absl::StrAppendFormat(&out, "%6d %8d %6s %12.6g%s\n", row, a.tokens(row), Rank(a.ranks(row)),
                           a.logprobs(row), TextColumn(output.text, row));
-    for (int64_t e = result.top_offsets[row]; e < result.top_offsets[row + 1]; ++e) {
-      const int entry = static_cast<int>(e);
-      absl::StrAppendFormat(&out, "%6s %8d %6d %12.6g%s\n", "top", a.top_ids(entry),
-                            e - result.top_offsets[row] + 1, a.top_logprobs(entry),
-                            TextColumn(output.top_text, entry));
-    }
-    for (int64_t e = result.extra_offsets[row]; e < result.extra_offsets[row + 1]; ++e) {
-      absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g\n", "asked", "", "",
-                            a.extra_logprobs(static_cast<int>(e)));
-    }
-    if (a.draw_count_size() > 0) {
-      for (int64_t e = result.draw_offsets[row]; e < result.draw_offsets[row + 1]; ++e) {
-        const int entry = static_cast<int>(e);
-        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "draw", a.draw_tokens(entry), "",
-                              a.draw_logprobs(entry));
+    out += RowDetails(result, row, output.top_text);
+  }
+  out += TimingsLine(a.timings());
+  absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n", Time(result.round_trip),
+                        result.attempts);
+  return out;
+}
+
+std::string Json(const VerifyOutput& output) { return Line(ToJson(output.result->answer)); }
+
+std::string Table(const VerifyOutput& output) {
+  const client::VerifyResult& result = *output.result;
+  const v1::VerifyResponse& a = result.answer;
+  std::string out =
+      absl::StrFormat("%6s %8s %6s %12s %8s\n", "row", "token", "rank", "logprob", "draft");
+  int row = 0, draft = 0;
+  for (int sequence = 0; sequence < a.accepted_size(); ++sequence) {
+    const int accepted = a.accepted(sequence);
+    const int drafts = output.asked->sequence_rows(sequence) - 1;
+    absl::StrAppendFormat(&out, "sequence %d: %d of %d drafts accepted\n", sequence, accepted,
+                          drafts);
+    for (int i = 0; i <= drafts; ++i, ++row) {
+      const std::string proposed = i < drafts ? absl::StrCat(output.asked->drafts(draft + i)) : "-";
+      if (a.status(row) != v1::ROW_STATUS_OK) {
+        absl::StrAppendFormat(&out, "%6d %8s %6s %12s %8s  %s\n", row, "-", "-", "-", proposed,
+                              StatusText(a.status(row), a.status_position(row)));
+        continue;
       }
+      absl::StrAppendFormat(&out, "%6d %8d %6s %12.6g %8s  %s\n", row, a.tokens(row),
+                            Rank(a.ranks(row)), a.logprobs(row), proposed,
+                            i < accepted ? "accepted" : "bonus token");
+      out += RowDetails(result, row, {});
     }
-    if (a.support_count_size() > 0) {
-      absl::StrAppendFormat(&out, "%6s %8s of %d tokens\n", "support", "", a.support_size(row));
-      for (int64_t e = result.support_offsets[row]; e < result.support_offsets[row + 1]; ++e) {
-        const int entry = static_cast<int>(e);
-        absl::StrAppendFormat(&out, "%6s %8d %6s %12.6g\n", "", a.support_ids(entry), "",
-                              a.support_logprobs(entry));
-      }
-    }
-    if (a.entropies_size() > 0) {
-      absl::StrAppendFormat(&out, "%6s %8s %6s %12.6g raw %.6g\n", "entropy", "", "",
-                            a.entropies(row), a.raw_entropies(row));
-    }
+    draft += drafts;
   }
   out += TimingsLine(a.timings());
   absl::StrAppendFormat(&out, "client: round trip %s, attempts %d\n", Time(result.round_trip),

@@ -34,6 +34,14 @@ struct SampleOutput {
 std::string Json(const SampleOutput& output);
 std::string Table(const SampleOutput& output);
 
+// The answer to one logitctl verify.
+struct VerifyOutput {
+  const client::VerifyResult* result = nullptr;
+  const v1::VerifyRequest* asked = nullptr;  // its sequences and drafts
+};
+std::string Json(const VerifyOutput& output);
+std::string Table(const VerifyOutput& output);
+
 // The answers to one logitctl generate, token by token.
 struct Generated {
   void Add(const client::SampleResult& result, const std::string& text);

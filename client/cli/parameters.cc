@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -138,7 +139,8 @@ std::string ParameterFlag::Fault(const std::string& value) const {
 }
 
 std::vector<ParameterFlag> FlagsOf(const google::protobuf::Descriptor& message,
-                                   const std::vector<absl::string_view>& except) {
+                                   const std::vector<absl::string_view>& except,
+                                   const google::protobuf::Descriptor* commented) {
   std::vector<ParameterFlag> flags;
   for (const FieldDescriptor* field : client::RowParams(message)) {
     const auto cpp_type = field->cpp_type();
@@ -151,8 +153,12 @@ std::vector<ParameterFlag> FlagsOf(const google::protobuf::Descriptor& message,
     absl::string_view wanted = name;
     std::string names = absl::StrCat("--", name);
     if (absl::ConsumePrefix(&wanted, "want-")) names = absl::StrCat("--", wanted, ",", names);
+    std::string help = FirstSentence(*field);
+    if (help.empty() && commented != nullptr) {
+      help = FirstSentence(*commented->FindFieldByName(field->name()));
+    }
     flags.push_back(
-        {.field = field, .names = names, .type = TypeName(*field), .help = FirstSentence(*field)});
+        {.field = field, .names = names, .type = TypeName(*field), .help = std::move(help)});
   }
   return flags;
 }

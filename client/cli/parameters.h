@@ -30,9 +30,11 @@ struct ParameterFlag {
 };
 
 // A flag for each parameter of `message` that is a number, a bool or an enum, except the counts of
-// lists and the fields in `except`.
+// lists and the fields in `except`. A field without a comment has that of the field with its name
+// in `commented`.
 std::vector<ParameterFlag> FlagsOf(const google::protobuf::Descriptor& message,
-                                   const std::vector<absl::string_view>& except = {});
+                                   const std::vector<absl::string_view>& except = {},
+                                   const google::protobuf::Descriptor* commented = nullptr);
 
 // Sets in `params` what was given, in place of what is there. A list is then the same for all rows.
 // INVALID_ARGUMENT: a value, with the name of its flag.

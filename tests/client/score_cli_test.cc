@@ -386,7 +386,7 @@ TEST(ScoreUsageTest, BadUsageIs2AndSaysWhy) {
       {{"score", "--logits", npy, "--targets", dir.Write("s.npy", Ids({1}))},
        "s.npy: got 1 values, allowed 2 (rows)"},
       {{"score", "--logits", npy, "--targets", dir.Write("w.npy", Ids({1, int64_t{1} << 40}))},
-       "w.npy: got 1099511627776 at row 1, allowed numbers of 32 bits"},
+       "w.npy: got 1099511627776 at place 1, allowed numbers of 32 bits"},
       {{"score", "--text-file", dir.path("none")}, "none cannot be read, or is empty"},
       {{"score", "--text-file", dir.path("")}, "cannot be read, or is empty"},
       {{"score", "--text-file", dir.Write("long.txt", std::string(1100000, 'x')), "--model", model},
