@@ -116,7 +116,7 @@ class CrossEntropyLoss {
     VisitDType(args_.head.weight.dtype, [&]<class T>() {
       const auto kernel =
           args_.head.softcap > 0 ? &GradientKernel<T, true> : &GradientKernel<T, false>;
-      steps.Launch(kernel, block.Grid(), kThreads, block.logits,
+      steps.Launch(kernel, GradientGrid(block.rows, block.tokens), kThreads, block.logits,
                    static_cast<T*>(block.gradients.data), block.stride, block.tokens,
                    static_cast<int>(block.first_token), block.plans, block.column_sums);
     });

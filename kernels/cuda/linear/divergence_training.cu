@@ -361,11 +361,10 @@ void MakeGradients(Steps& steps, const LinearDivergenceTrainingArgs& args,
                    const DivergencePlan* plans, const GradientPlace& to) {
   const Mixture mixture = {.beta = args.beta, .less = 1 - args.beta};
   const Softcaps softcaps = {.head = args.head.softcap, .reference = args.reference_head.softcap};
-  const dim3 grid(GridFor(columns, 2 * kThreads).x, static_cast<unsigned>(rows / kGroupRows));
   VisitDType(args.head.weight.dtype, [&]<class T>() {
     VisitKind(args.kind, [&]<DivergenceLoss kKind>() {
-      steps.Launch(&DivergenceGradientKernel<T, kKind>, grid, kThreads, logits,
-                   static_cast<int>(columns), softcaps, mixture, plans, to.memory, to.row,
+      steps.Launch(&DivergenceGradientKernel<T, kKind>, GradientGrid(rows, columns), kThreads,
+                   logits, static_cast<int>(columns), softcaps, mixture, plans, to.memory, to.row,
                    to.column_sums);
     });
   });

@@ -127,13 +127,13 @@ struct GradientBlock {
   int64_t stride;
   MutableTensorView gradients;  // [rows, tokens], row stride as `stride`
   float* column_sums;           // [rows / kGroupRows, stride]; null: not wanted
-
-  // The grid of a kernel of kCopyThreads threads, each of which takes two columns of kGroupRows
-  // rows. `tokens` may be odd: there is memory for one more.
-  dim3 Grid() const {
-    return dim3(GridFor(tokens, 2 * kCopyThreads).x, static_cast<unsigned>(rows / kGroupRows));
-  }
 };
+
+// The grid of a kernel of kCopyThreads threads, each of which takes two columns of kGroupRows rows.
+// `tokens` may be odd: there is memory for one more.
+inline dim3 GradientGrid(int64_t rows, int64_t tokens) {
+  return dim3(GridFor(tokens, 2 * kCopyThreads).x, static_cast<unsigned>(rows / kGroupRows));
+}
 
 // Makes the gradients. A Loss has
 //   Row              what it plans for a row: use, at, exponent and OfHidden(), as backward.cuh
