@@ -44,7 +44,7 @@ constexpr Overloaded kLaunchers = {
     Launcher(&LinearCrossEntropy, LinearOp::kLosses),
     Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
     Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),
-    Launcher(&LinearDivergence, LinearOp::kLosses),
+    Launcher(&LinearDivergence, LinearOp::kTokens),
     Launcher(&LinearDivergenceTraining, LinearOp::kGradients),
     Launcher(&LinearTopKPartial, LinearOp::kTokens),
     Launcher(&LinearTopKMerge),
