@@ -79,6 +79,8 @@ struct SampleArgs {
   // False: no row has bias, penalties or a mask, and none AsksMore. It picks the variant, never the
   // bits; support_size, entropies and raw_entropies are then not written, and may be null.
   bool edited = true;
+  // False: no row AsksMore, and `edited` is true only for edits. It too picks only the variant.
+  bool asks_more = true;
   int32_t* tokens = nullptr;          // [rows]
   float* logprobs = nullptr;          // [rows], natural log, of the token
   int32_t* ranks = nullptr;           // [rows], of the token, from 1; 0: not wanted

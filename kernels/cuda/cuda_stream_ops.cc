@@ -94,12 +94,13 @@ void AppendArgs(std::string& key, const SoftmaxTopKArgs& args) {
   Append(key, rows, max_k, indices, probs, logsumexp, status);
 }
 void AppendArgs(std::string& key, const SampleArgs& args) {
-  const auto& [logits, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
-               logsumexp, top_ids, top_logprobs, extra_logprobs, status, support_size, support_ids,
-               support_logprobs, entropies, raw_entropies, draw_tokens, draw_logprobs] = args;
+  const auto& [logits, rows, history, bias, extra_ids, mask_words, edited, asks_more, tokens,
+               logprobs, ranks, logsumexp, top_ids, top_logprobs, extra_logprobs, status,
+               support_size, support_ids, support_logprobs, entropies, raw_entropies, draw_tokens,
+               draw_logprobs] = args;
   Append(key, logits);
-  Append(key, rows, history, bias, extra_ids, mask_words, edited, tokens, logprobs, ranks,
-         logsumexp, top_ids, top_logprobs, extra_logprobs, status, support_size, support_ids,
+  Append(key, rows, history, bias, extra_ids, mask_words, edited, asks_more, tokens, logprobs,
+         ranks, logsumexp, top_ids, top_logprobs, extra_logprobs, status, support_size, support_ids,
          support_logprobs, entropies, raw_entropies, draw_tokens, draw_logprobs);
 }
 

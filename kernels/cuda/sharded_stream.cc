@@ -186,7 +186,8 @@ class CudaShardedStream final : public ShardedOps {
     // top_k may be off where the vocabulary has no more tokens than that.
     const bool kept = args.max_kept > 0 && args.max_kept < args.head.vocab() &&
                       !AreLogitsFew(args.hidden, args.head);
-    const uint32_t options = (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u);
+    const uint32_t options =
+        (args.sample.edited ? 1u : 0u) + (kept ? 2u : 0u) + (args.sample.asks_more ? 4u : 0u);
     const ShardCall call(Kind::kSample, args.hidden, args.head, kept ? args.max_kept : 0, options);
     return Enqueue({call}, [&] {
       if (kept) {

@@ -75,6 +75,7 @@ inline SampleArgs SampleArgsOf(const engine::BatchView& batch) {
           .mask_words = batch.In(kSampleInMaskWords),
           .edited = counts[kSampleHistory] + counts[kSampleBias] + counts[kSampleMaskWords] > 0 ||
                     (batch.wanted & kAsksMore) != 0,
+          .asks_more = (batch.wanted & kAsksMore) != 0,
           .tokens = batch.Out(kSampleTokens),
           .logprobs = batch.Out(kSampleLogprobs),
           .ranks = batch.Out(kSampleRanks),

@@ -40,6 +40,7 @@ inline VerifyArgs VerifyArgsOf(const engine::BatchView& batch) {
   const bool blocks = (batch.wanted & kBlockVerification) != 0;
   SampleArgs sample = SampleArgsOf(batch);
   sample.edited |= blocks;
+  sample.asks_more |= blocks;
   return {.sample = sample,
           .drafts = batch.In(kVerifyInDrafts),
           .draft_ids = batch.In(kVerifyInDraftIds),

@@ -269,6 +269,8 @@ inline void Add(Arena& arena, const SampleBatch& batch, SampleArgs* args, Sample
   args->edited = says_edited || batch.says_edited || !batch.history.empty() ||
                  !batch.bias.empty() || !batch.mask_words.empty() ||
                  std::any_of(batch.rows.begin(), batch.rows.end(), AsksMore);
+  args->asks_more = says_edited || batch.says_edited ||
+                    std::any_of(batch.rows.begin(), batch.rows.end(), AsksMore);
   arena.In(batch.rows, &args->rows);
   arena.In(batch.history, &args->history);
   arena.In(batch.bias, &args->bias);

@@ -319,12 +319,56 @@ inline std::string BrokenBlock(OpRunner& runner, const BlockCase& c) {
   return "";
 }
 
+// "" where sequences with block verification, and those without, have the bits that they have in a
+// call without the others.
+inline std::string BrokenMix(OpRunner& runner, const BlockCase& c) {
+  const int64_t rows = std::min<int64_t>(4 * c.sequences, 120);
+  HostTensor tensor(c.dtype, rows, c.vocab, c.vocab + 1, 1);
+  SampleBatch batch;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < rows; ++r) {
+    FillRow(tensor, r, Fill::kNormal, c.seed);
+    AddRandomRow(batch, c.vocab, random);
+    batch.rows.back().active = 1;
+    batch.rows.back().draws = 0;
+    batch.rows.back().temperature = std::max(batch.rows.back().temperature, 0.0f);
+  }
+  auto sampled = runner.Sample(tensor, batch);
+  if (!sampled.ok()) return sampled.status().ToString();
+  const VerifyBatch mixed =
+      RandomDrafts(sampled->tokens, c.vocab, /*longest=*/6, /*first=*/0, Blocks::kSome, random);
+  auto want = runner.Verify(tensor, batch, mixed);
+  if (!want.ok()) return want.status().ToString();
+  for (const int32_t block : {0, 1}) {
+    SampleBatch kept_rows = batch;
+    VerifyBatch kept = mixed;
+    for (VerifySequence& sequence : kept.sequences) {
+      if (sequence.block == block) continue;
+      for (int32_t i = 0; i < sequence.rows; ++i) kept_rows.rows[sequence.first_row + i].active = 0;
+      sequence = {};
+    }
+    auto got = runner.Verify(tensor, kept_rows, kept);
+    if (!got.ok()) return got.status().ToString();
+    for (size_t s = 0; s < kept.sequences.size(); ++s) {
+      const VerifySequence& sequence = kept.sequences[s];
+      bool same = sequence.rows == 0 || got->accepted[s] == want->accepted[s];
+      for (int64_t r = sequence.first_row; r < sequence.first_row + sequence.rows; ++r)
+        same &= SampleBits(got->rows, batch.rows[r], r) == SampleBits(want->rows, batch.rows[r], r);
+      if (!same)
+        return absl::StrFormat("vocab %d seed %d sequence %d, block %d: other bits", c.vocab,
+                               c.seed, s, block);
+    }
+  }
+  return "";
+}
+
 inline std::vector<OpCheck> VerifyChecks() {
   return {
       ForAll("ThroughAHeadHasTheBitsOfItsLogits", LinearVerifyCases, BrokenLinearVerify),
       ForAll("GreedyDraftsThroughAHeadGiveTheBitsOfSample", LinearVerifyCases, BrokenLinearGreedy),
       ForAll("BlockVerificationKeepsEveryClaim", BlockClaims, BrokenBlockClaim),
       ForAll("BlockVerificationAgreesWithDoublePrecision", BlockCases, BrokenBlock),
+      ForAll("BlockVerificationOfOtherSequencesChangesNoBits", BlockCases, BrokenMix),
   };
 }
 

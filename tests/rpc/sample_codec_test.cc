@@ -233,6 +233,7 @@ TEST(SampleCodecTest, EnqueueHandsHiddenStatesAndTheirHeadToTheOp) {
   EXPECT_EQ(last.head.vocab(), 7);
   EXPECT_EQ(static_cast<const void*>(last.sample.tokens), batch.memory + 16);
   EXPECT_FALSE(last.sample.edited);
+  EXPECT_FALSE(last.sample.asks_more);
 }
 
 TEST(SampleCodecTest, ABatchTellsHowManyTokensItsRowsNeedUnlessOneMayNeedAny) {

@@ -83,6 +83,7 @@ __device__ __noinline__ void ReportDraws(const SampleArgs& args, const SampleRow
     args.draw_logprobs[ask.first_draw_entry + draw] = support.Logprob(reported[token], token);
   };
   if (threadIdx.x == 0) write(0, drawn.token);
+  if (ask.draws == 1) return;
   if (IsGreedy(ask)) {
     for (int draw = 1 + threadIdx.x; draw < ask.draws; draw += kThreads) write(draw, drawn.token);
     return;

@@ -29,18 +29,31 @@ struct PatchTable {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ SampleParams p) {
+// A row's parameters, read at once: most blocks do no more than look at them, and would wait for
+// each that a condition reads.
+__device__ __forceinline__ SampleRow ReadRow(const SampleRow& row) {
+  struct {
+    uint64_t words[sizeof(SampleRow) / sizeof(uint64_t)];
+  } copy;
+  const auto* from = reinterpret_cast<const uint64_t*>(&row);
+#pragma unroll
+  for (int i = 0; i < sizeof(SampleRow) / sizeof(uint64_t); ++i) copy.words[i] = from[i];
+  return __builtin_bit_cast(SampleRow, copy);
+}
+
+__global__ void __launch_bounds__(kThreads, 3) PatchKernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 dynamic[];
   auto& table = *reinterpret_cast<PatchTable*>(dynamic);
   AwaitEarlierKernels();
-  const SampleRow& ask = p.args.rows[blockIdx.x];
-  if (ask.active == 0 || !HasPatches(ask) || IsEditedLate(p, ask)) return;
+  const SampleRow ask = ReadRow(p.args.rows[blockIdx.x]);
+  if (ask.active == 0 || !HasPatches(ask) || IsEditedLate(p, ask) || IsIdle(p, blockIdx.x)) return;
   const int64_t at = blockIdx.x * p.edited_stride;
   uint32_t* counts = p.counts + at;
   uint32_t* patches = reinterpret_cast<uint32_t*>(p.edited + at);
   const SampleBias* bias = p.args.bias + ask.first_bias;
   const int32_t* history = p.args.history + ask.first_history;
   const int history_count = CountedHistory(ask);
+  const int prompt = min(ask.prompt_tokens, history_count);
   const int bias_count = ask.bias_count;
   const int thread = threadIdx.x;
   const auto patch = [&](int token, uint32_t sightings) {
@@ -50,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) PatchKernel(const __grid_constant__ 
   };
   // Calls visit(token, sighting) for the thread's share of the history and of the bias.
   const auto each = [&](auto visit) {
-    for (int i = thread; i < history_count; i += kThreads)
-      visit(history[i], SightingAt(i, ask.prompt_tokens));
+    for (int i = thread; i < prompt; i += kThreads) visit(history[i], kSeenInPrompt);
+    for (int i = prompt + thread; i < history_count; i += kThreads) visit(history[i], 1u);
     for (int i = thread; i < bias_count; i += kThreads) visit(bias[i].id, kPatchBias);
   };
   for (int cell = thread; cell < p.cells; cell += kThreads) table.patches_of_cell[cell] = 0;

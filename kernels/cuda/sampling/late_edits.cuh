@@ -201,6 +201,36 @@ __device__ __noinline__ int TakeAllowed(const LateEdits& edits, int count) {
   return s.kept;
 }
 
+// Counts the candidates among tokens [begin, end) of the history, whose sightings are kSighting. A
+// thread's next tokens are on the way while it looks at a few: more at once would be more code, and
+// code that is run once takes the time of its fetches. Called by all threads.
+template <int kThreads, uint32_t kSighting>
+__device__ __forceinline__ void CountSightings(const Candidates& found, const int32_t* history,
+                                               int begin, int end) {
+  constexpr int kAtOnce = 4;
+  int next[kAtOnce];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * kThreads;
+      next[j] = i < end ? history[i] : -1;
+    }
+  };
+  const int first = begin + static_cast<int>(threadIdx.x);
+  load(first);
+#pragma unroll 1
+  for (int round = first; round < end; round += kAtOnce * kThreads) {
+    int tokens[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) tokens[j] = next[j];
+    load(round + kAtOnce * kThreads);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (tokens[j] >= 0) found.Count(tokens[j], kSighting);
+    }
+  }
+}
+
 // Applies the penalties to `count` candidates. Returns how many still reach the floor. Called by
 // all threads after a barrier; ends with a barrier passed.
 template <int kThreads>
@@ -208,21 +238,9 @@ __device__ __noinline__ int PenalizeCandidates(const LateEdits& edits, int count
   const Candidates found(Finish().draw);
   const int thread = threadIdx.x;
   if (edits.history == nullptr) return count;
-  constexpr int kAtOnce = 16;
-#pragma unroll 1
-  for (int round = thread; round < edits.history_count; round += kAtOnce * kThreads) {
-    int tokens[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = round + j * kThreads;
-      tokens[j] = i < edits.history_count ? edits.history[i] : -1;
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (tokens[j] >= 0)
-        found.Count(tokens[j], SightingAt(round + j * kThreads, edits.prompt_tokens));
-    }
-  }
+  const int prompt = edits.prompt_tokens;
+  if (prompt > 0) CountSightings<kThreads, kSeenInPrompt>(found, edits.history, 0, prompt);
+  CountSightings<kThreads, 1>(found, edits.history, prompt, edits.history_count);
   __syncthreads();
   int survivors = 0;
   for (int base = 0; base < count; base += kThreads) {

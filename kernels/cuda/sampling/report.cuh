@@ -12,17 +12,19 @@ namespace logitd::cuda {
 
 // Refuses a row: one that holds a NaN, or else one of which nothing can be drawn. Called by all
 // threads of a block.
-template <class T>
+template <class T, bool kMayAskMore>
 __device__ __noinline__ void RefuseRow(const SampleArgs& args, int64_t r, const SampleRow& ask,
                                        const T* sent, const Stats* raw_cells, bool has_nan) {
   DrawShared& s = Finish().draw;
   const int vocab = static_cast<int>(args.logits.cols);
   if (!has_nan) {
     Refuse(args, r, ask, {RowCode::kEmptySupport, -1}, threadIdx.x, blockDim.x);
-    const Stats raw = MergeCells(raw_cells, CellsOf(vocab), kLog2E);
-    if (!ask.want_entropy || raw.max == -kInfinity) return;
-    const float of_sent = EntropyOf(Logits<T, false>(sent, vocab), RawSupport(raw));
-    if (threadIdx.x == 0) args.raw_entropies[r] = of_sent;
+    if constexpr (kMayAskMore) {
+      const Stats raw = MergeCells(raw_cells, CellsOf(vocab), kLog2E);
+      if (!ask.want_entropy || raw.max == -kInfinity) return;
+      const float of_sent = EntropyOf(Logits<T, Serves::kPlain>(sent, vocab), RawSupport(raw));
+      if (threadIdx.x == 0) args.raw_entropies[r] = of_sent;
+    }
     return;
   }
   if (threadIdx.x < 32) {

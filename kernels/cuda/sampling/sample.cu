@@ -3,19 +3,19 @@
 // filters leave beyond it (nucleus.cuh), the draw (draw_row.cuh), more of them (draws.cuh), or one
 // by a watermark (watermark.cuh), the test of a draft (draft.cuh), the report (report.cuh). Edits
 // that only lower logits are applied late, to few candidates (late_edits.cuh), others on the way
-// (edit.cuh), in kernels of their own (sample_edited_f32.cu).
+// (edit.cuh), in kernels of their own (sample_edited_f32.cu); so are rows that AsksMore (Serves).
 // Every sum that decides is of integers, or in one order fixed by the row.
 //
 // Cost: reads rows * vocab * sizeof(T) once; edits on the way also write it, in f32, where filters
 // or the report look at it again. Beyond the list a top_k reads it once more and a ninth, a top_p
 // twice more, a rank what reaches it; sums of moments.cuh once more each, more than 128 top tokens
 // three times more. Limited by: as softmax_topk, the latencies that end a row.
-// 512 x 131072 f32: 74% of one read (bench/results/h200/sample_1c366cd5.json). By the code for what
-// only rows that AsksMore want, kernels of edits are up to 7% slower, 64 rows with history and mask
-// 13% (43 us, now 49); plain kernels are not (sample_587499b0.json has the times before).
+// 512 x 131072 f32: 74% of one read (bench/results/h200/sample_1c366cd5.json).
 // Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us
-// for 118); one kernel for plain and edited rows (64 plain rows 34 us); the first look of a flat
-// top_p at a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113 for 95).
+// for 118); one kernel for plain and edited rows (64 plain rows 34 us), or for edited rows and
+// those that AsksMore (sample_edited.json: 64 rows with history and mask 48 us for 44.5); the first
+// look of a flat top_p at a sample (sample_filters.json: 512 rows 329 us for 351, but 64 rows 113
+// for 95).
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"
@@ -26,19 +26,18 @@
 
 namespace logitd::cuda {
 
-extern template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const LaunchShape&,
-                                                           cudaStream_t);
-extern template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const LaunchShape&,
-                                                          cudaStream_t);
-extern template cudaError_t LaunchPass<__half, false, true>(const SampleParams&, const LaunchShape&,
-                                                            cudaStream_t);
-extern template cudaError_t LaunchPass<__half, true, true>(const SampleParams&, const LaunchShape&,
-                                                           cudaStream_t);
-extern template cudaError_t LaunchPass<__nv_bfloat16, false, true>(const SampleParams&,
-                                                                   const LaunchShape&,
-                                                                   cudaStream_t);
-extern template cudaError_t LaunchPass<__nv_bfloat16, true, true>(const SampleParams&,
-                                                                  const LaunchShape&, cudaStream_t);
+extern template PassLauncher LaunchPass<float, false, Serves::kEdited>;
+extern template PassLauncher LaunchPass<float, true, Serves::kEdited>;
+extern template PassLauncher LaunchPass<__half, false, Serves::kEdited>;
+extern template PassLauncher LaunchPass<__half, true, Serves::kEdited>;
+extern template PassLauncher LaunchPass<__nv_bfloat16, false, Serves::kEdited>;
+extern template PassLauncher LaunchPass<__nv_bfloat16, true, Serves::kEdited>;
+extern template PassLauncher LaunchPass<float, false, Serves::kAll>;
+extern template PassLauncher LaunchPass<float, true, Serves::kAll>;
+extern template PassLauncher LaunchPass<__half, false, Serves::kAll>;
+extern template PassLauncher LaunchPass<__half, true, Serves::kAll>;
+extern template PassLauncher LaunchPass<__nv_bfloat16, false, Serves::kAll>;
+extern template PassLauncher LaunchPass<__nv_bfloat16, true, Serves::kAll>;
 
 namespace {
 
@@ -85,6 +84,7 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
   p.first_lists = scratch.Take<Key>(p.first_rows * p.first_keys);
   if (p.first_lists == nullptr) p.first_rows = 0;
   const bool edited = args.edited;
+  const Serves serves = !edited ? Serves::kPlain : !args.asks_more ? Serves::kEdited : Serves::kAll;
   const RowsPlan plan = VisitDType(args.logits.dtype, [&]<class T>() {
     const RowForm forms[] = {FormOf<T, true>(edited, CostOf::kSampleFewRows),
                              FormOf<T, false>(edited, CostOf::kSampleManyRows)};
@@ -101,11 +101,13 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream) {
       if (error != cudaSuccess) return error;
     }
     const cudaError_t error = VisitDType(args.logits.dtype, [&]<class T>() {
-      const auto launch = plan.form == 0
-                              ? edited ? &LaunchPass<T, true, true> : &LaunchPass<T, true, false>
-                          : edited ? &LaunchPass<T, false, true>
-                                   : &LaunchPass<T, false, false>;
-      return launch(p, ShapeOfTeams(p.args.logits.rows, plan, scratch), stream);
+      constexpr PassLauncher* kLaunchers[][2] = {
+          // by Serves and form
+          {&LaunchPass<T, true, Serves::kPlain>, &LaunchPass<T, false, Serves::kPlain>},
+          {&LaunchPass<T, true, Serves::kEdited>, &LaunchPass<T, false, Serves::kEdited>},
+          {&LaunchPass<T, true, Serves::kAll>, &LaunchPass<T, false, Serves::kAll>}};
+      return kLaunchers[static_cast<int>(serves)][plan.form](
+          p, ShapeOfTeams(p.args.logits.rows, plan, scratch), stream);
     });
     if (error != cudaSuccess) return error;
     if (p.drafts != nullptr) {

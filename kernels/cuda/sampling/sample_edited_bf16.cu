@@ -3,9 +3,7 @@
 
 namespace logitd::cuda {
 
-template cudaError_t LaunchPass<__nv_bfloat16, false, true>(const SampleParams&, const LaunchShape&,
-                                                            cudaStream_t);
-template cudaError_t LaunchPass<__nv_bfloat16, true, true>(const SampleParams&, const LaunchShape&,
-                                                           cudaStream_t);
+template PassLauncher LaunchPass<__nv_bfloat16, false, Serves::kEdited>;
+template PassLauncher LaunchPass<__nv_bfloat16, true, Serves::kEdited>;
 
 }  // namespace logitd::cuda

@@ -3,9 +3,7 @@
 
 namespace logitd::cuda {
 
-template cudaError_t LaunchPass<__half, false, true>(const SampleParams&, const LaunchShape&,
-                                                     cudaStream_t);
-template cudaError_t LaunchPass<__half, true, true>(const SampleParams&, const LaunchShape&,
-                                                    cudaStream_t);
+template PassLauncher LaunchPass<__half, false, Serves::kEdited>;
+template PassLauncher LaunchPass<__half, true, Serves::kEdited>;
 
 }  // namespace logitd::cuda

@@ -3,9 +3,7 @@
 
 namespace logitd::cuda {
 
-template cudaError_t LaunchPass<float, false, true>(const SampleParams&, const LaunchShape&,
-                                                    cudaStream_t);
-template cudaError_t LaunchPass<float, true, true>(const SampleParams&, const LaunchShape&,
-                                                   cudaStream_t);
+template PassLauncher LaunchPass<float, false, Serves::kEdited>;
+template PassLauncher LaunchPass<float, true, Serves::kEdited>;
 
 }  // namespace logitd::cuda

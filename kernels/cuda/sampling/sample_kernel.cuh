@@ -29,32 +29,36 @@ struct RowNeeds {
   bool sketched;          // the list or a rank needs the sketch
   bool lists_are_sorted;  // those are of the logits that the report is of
 
-  __device__ RowNeeds(const SampleParams& p, const SampleRow& ask, int vocab, bool editable)
-      : edited(editable && IsEdited(ask)),
+  // `row`: the kernel's type of it.
+  template <class Row>
+  __device__ RowNeeds(const SampleParams& p, const SampleRow& ask, const Row& row)
+      : edited(Row::kMayBeEdited && IsEdited(ask)),
         greedy(IsGreedy(ask)),
         is_sent(ReportsSent(ask)),
-        sums_needed(SumsAreOfRow(ask, vocab)),
+        sums_needed(SumsAreOfRow(ask, row.vocab)),
         twice(!edited && sums_needed && ask.temperature != 1),
         log2e_over_temperature(kLog2E / (sums_needed ? ActingTemperature(ask) : 1.0f)),
         lists_are_sorted(!is_sent || !edited) {
     listed = lists_are_sorted ? max(1, ListedTops(ask)) : 1;
-    const bool late = editable && IsEditedLate(p, ask);
+    const bool late = Row::kMayBeEdited && IsEditedLate<Row::kMayAskMore>(p, ask);
     // Such a row is not looked at again, except in the cell of the token.
     const bool unreported =
         !lists_are_sorted ||
         (ask.top_logprobs == 0 && (!edited || (!ask.want_rank && ask.extra_count == 0)));
-    const bool draws_again = !greedy && (ask.draws > 1 || MarkIsOn(ask));
-    const bool is_read_again = late || p.drafts != nullptr ||
-                               (edited && (ask.want_entropy || draws_again)) ||
-                               (editable && !greedy && ask.want_support > 0);
-    if (unreported && !is_read_again && (greedy || !IsFiltered(ask, vocab))) {
+    bool is_read_again = late || p.drafts != nullptr;
+    if constexpr (Row::kMayAskMore) {
+      const bool draws_again = !greedy && (ask.draws > 1 || MarkIsOn(ask));
+      is_read_again |=
+          (edited && (ask.want_entropy || draws_again)) || (!greedy && ask.want_support > 0);
+    }
+    if (unreported && !is_read_again && (greedy || !IsFiltered(ask, row.vocab))) {
       listed = 0;
-    } else if (TopKIsOn(ask, vocab)) {
+    } else if (TopKIsOn(ask, row.vocab)) {
       listed = max(listed, min(ask.top_k, kListed));
-    } else if (IsFiltered(ask, vocab) && !greedy) {
+    } else if (IsFiltered(ask, row.vocab) && !greedy) {
       listed = kListed;
     }
-    listed = min(listed, vocab);
+    listed = min(listed, row.vocab);
     sketched = listed > 0 || (ask.want_rank && !greedy);
   }
 };
@@ -86,19 +90,24 @@ __device__ inline float MaxOfCells(const Stats* cells, int count) {
   return WarpMax(max);
 }
 
-// Writes logsumexp and status. False: the row is refused, for nothing can be drawn from it.
-template <class T>
+// Writes logsumexp and status, and zeros where a row that AsksMore will write what it wants. False:
+// the row is refused, for nothing can be drawn from it.
+template <class T, Serves kServes>
 __device__ __forceinline__ bool AcceptRow(const SampleArgs& args, int r, const SampleRow& ask,
-                                          const T* sent, const Stats* raw_cells, Stats raw,
-                                          float peak) {
+                                          const Logits<T, kServes>& row, const Stats* raw_cells,
+                                          Stats raw, float peak) {
   const bool has_nan = isnan(raw.sum);
   if (threadIdx.x == 0 && !has_nan) {
     args.logsumexp[r] =
         raw.max == -kInfinity ? -kInfinity : Exponential(raw.max, kLog2E).LogSum(raw.sum, 1.0f);
     args.status[r] = {RowCode::kOk, -1};
+    if constexpr (kServes != Serves::kPlain) {
+      args.support_size[r] = 0;
+      args.entropies[r] = args.raw_entropies[r] = 0;
+    }
   }
   const bool accepted = !has_nan && peak != -kInfinity;
-  if (!accepted) RefuseRow(args, r, ask, sent, raw_cells, has_nan);
+  if (!accepted) RefuseRow<T, kServes == Serves::kAll>(args, r, ask, row.sent, raw_cells, has_nan);
   return accepted;
 }
 
@@ -142,11 +151,11 @@ __device__ __forceinline__ Drawn DrawToken(const SampleParams& p, int r, const S
 
 // Filters a row whose edits are applied late, and whose first tokens are listed, and draws from it.
 // `raw_is_pooled` becomes false where the pool is used.
-template <int kThreads, class T>
+template <int kThreads, class T, Serves kServes>
 __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const SampleRow& ask,
                                           const RowNeeds& needs, const RowMemory<EditPool>& m,
-                                          const LateEdits& edits, float peak, Logits<T, true> row,
-                                          bool& raw_is_pooled) {
+                                          const LateEdits& edits, float peak,
+                                          Logits<T, kServes> row, bool& raw_is_pooled) {
   DrawShared& s = Finish().draw;
   if (needs.greedy) return DrawGreedy(s);
   const bool all_are_listed = (TopKIsOn(ask, row.vocab) && ask.top_k <= needs.listed) ||
@@ -173,15 +182,19 @@ __device__ __forceinline__ Drawn DrawLate(const SampleParams& p, int r, const Sa
                                 s);
 }
 
-// Reports the lists of a row as sent, whose first tokens are in s.sorted. Called by all threads;
-// ends with a barrier passed.
-template <class Row>
+// Reports the lists of a row as sent, whose first tokens are in s.sorted. kMayBeTempered: the row's
+// logprob_mode may be kTempered. Called by all threads; ends with a barrier passed.
+template <bool kMayBeTempered, class Row>
 __device__ __forceinline__ void ReportRawLists(const SampleParams& p, const SampleRow& ask,
                                                const Row& row, const Stats* raw_cells,
                                                DrawShared& s) {
   if (ListedTops(ask) + ask.extra_count > 0) {
     const Stats raw = MergeCells(raw_cells, p.cells, kLog2E);
-    ReportLists(p.args, ask, row, SentSupport(ask, row, raw, /*is_summed=*/false), s);
+    if constexpr (kMayBeTempered) {
+      ReportLists(p.args, ask, row, SentSupport(ask, row, raw, /*is_summed=*/false), s);
+    } else {
+      ReportLists(p.args, ask, row, RawSupport(raw), s);
+    }
   }
   __syncthreads();
 }
@@ -199,15 +212,16 @@ struct LateListed {
 // one after the other, reporting the first; a cluster's in the inbox of its first block. A cluster
 // first looks for those of the row, by a floor of all its blocks. Called by all threads after a
 // barrier; in a cluster it ends with a barrier of the cluster.
-template <class T, bool kInCluster, class Stream>
+template <bool kInCluster, class T, Serves kServes, class Stream>
 __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, const SampleRow& ask,
                                                const RowNeeds& needs, const Part& part,
                                                const RowMemory<EditPool>& m, const LaneBests& bests,
-                                               const LateEdits& edits, const T* sent,
-                                               Stream& stream) {
+                                               const LateEdits& edits,
+                                               const Logits<T, kServes>& row, Stream& stream) {
   using Block = DrawBlock<T, kInCluster, EditPool>;
   constexpr int kThreads = Block::kThreads;
   constexpr int kHalf = EditPool::kPool / 2;
+  const T* const sent = row.sent;
   DrawShared& s = Finish().draw;
   auto& pool = Pool<EditPool>();
   const Candidates candidates(s);
@@ -255,7 +269,7 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
                         kInCluster ? InBlock(m.inbox->raw[part.block], 0) : s.sorted);
     }
     if constexpr (!kInCluster)
-      ReportRawLists(p, ask, Logits<T, true>(sent, part.end), m.raw_cells, s);
+      ReportRawLists</*kMayBeTempered=*/false>(p, ask, row, m.raw_cells, s);
     if (count < 0 && !of_row) {
       float* const edited = p.edited + r * p.edited_stride;
       WriteEdited(sent, part.begin, part.end, edits, p.counts + r * p.edited_stride, edited,
@@ -292,19 +306,19 @@ __device__ __forceinline__ LateListed ListLate(const SampleParams& p, int r, con
 
 // The stages after the read of a row whose edits are applied late. `stream` is what the row was
 // read with. Called by all threads after a barrier.
-template <class T, bool kInCluster, class Stream>
+template <bool kInCluster, class T, Serves kServes, class Stream>
 __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const SampleRow& ask,
                                            const RowNeeds& needs, const Part& part,
                                            const RowMemory<EditPool>& m, const LaneBests& bests,
-                                           const LateEdits& edits, const T* sent, Stream& stream) {
+                                           const LateEdits& edits, const Logits<T, kServes>& row,
+                                           Stream& stream) {
   constexpr int kThreads = DrawBlock<T, kInCluster, EditPool>::kThreads;
   const SampleArgs& args = p.args;
   DrawShared& s = Finish().draw;
   auto& pool = Pool<EditPool>();
-  const Logits<T, true> row(sent, static_cast<int>(args.logits.cols));
+  const T* const sent = row.sent;
   if (kInCluster && threadIdx.x == 0) s.ranked_token = -1;
-  LateListed listed =
-      ListLate<T, kInCluster>(p, r, ask, needs, part, m, bests, edits, sent, stream);
+  LateListed listed = ListLate<kInCluster>(p, r, ask, needs, part, m, bests, edits, row, stream);
   // How many tokens of the block's part, as sent, are no later in the order than this one.
   const auto count_in_part = [&](float logit, int last) {
     const Key key = MakeKey(logit, last);
@@ -334,7 +348,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
       return n;
     };
     if (ListedTops(ask) > 0) merge(m.inbox->raw, m.inbox->raw_counts, ListedTops(ask));
-    ReportRawLists(p, ask, row, m.raw_cells, s);
+    ReportRawLists</*kMayBeTempered=*/false>(p, ask, row, m.raw_cells, s);
     listed.count = merge(m.inbox->edited, m.inbox->edited_counts, needs.listed);
   }
   for (int i = listed.count + static_cast<int>(threadIdx.x); i < needs.listed; i += kThreads)
@@ -345,7 +359,7 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
   const Key first = s.sorted[0];
   const float peak = first == kLowestKey ? -kInfinity : KeyLogit(first);
-  if (!AcceptRow(args, r, ask, sent, m.raw_cells, raw, peak)) return;
+  if (!AcceptRow(args, r, ask, row, m.raw_cells, raw, peak)) return;
   const Drawn drawn =
       DrawLate<kThreads>(p, r, ask, needs, m, edits, peak, row, listed.raw_is_pooled);
 
@@ -366,10 +380,9 @@ __device__ __forceinline__ void FinishLate(const SampleParams& p, int r, const S
     args.tokens[r] = drawn.token;
     args.logprobs[r] = RawSupport(raw).Logprob(x, drawn.token);
     args.ranks[r] = rank;
-    args.entropies[r] = args.raw_entropies[r] = 0;
-    args.support_size[r] = 0;
   }
-  if (ask.top_logprobs > kListed) ReportManyTops<kThreads>(args, ask, row, RawSupport(raw));
+  if (kServes == Serves::kAll && ask.top_logprobs > kListed)
+    ReportManyTops<kThreads>(args, ask, row, RawSupport(raw));
 }
 
 // Lists the first tokens of the row just read; before them those of an edited row as sent, and
@@ -389,7 +402,8 @@ __device__ __forceinline__ Row ListRow(const SampleParams& p, int r, const Sampl
                                          stream);
   }
   if (needs.edited) {
-    if (raw_listed > 0 && part.block == 0) ReportRawLists(p, ask, row, m.raw_cells, Finish().draw);
+    if (raw_listed > 0 && part.block == 0)
+      ReportRawLists<Row::kMayAskMore>(p, ask, row, m.raw_cells, Finish().draw);
     row.edited = p.edited + r * p.edited_stride;
     if (needs.listed > 0) {
       List<DrawBlock<float, kInCluster, Pool>>(row.edited, part, m.edited_sketch, bests.edited,
@@ -414,10 +428,6 @@ __device__ __forceinline__ Support ReportMore(const SampleArgs& args, int r, con
                                               const Drawn& drawn) {
   const Support drawn_from = DrawnFrom<Row>(ask, in.peak, drawn);
   if constexpr (Row::kMayAskMore) {
-    if (threadIdx.x == 0) {
-      if (ask.want_support == 0) args.support_size[r] = 0;
-      if (!ask.want_entropy) args.entropies[r] = args.raw_entropies[r] = 0;
-    }
     if (ask.want_support > 0) ReportSupport<kThreads>(args, r, ask, row, drawn_from, needs.listed);
     if (ask.want_entropy) WriteEntropies(args, r, ask, sent, raw, row, drawn_from);
     const Support support =
@@ -442,15 +452,19 @@ __device__ __forceinline__ void CopyRow(const SampleRow& from, SampleRow* to) {
   }
 }
 
+template <class T, bool kInCluster, Serves kServes>
+using BlockServing = DrawBlock<T, kInCluster, DrawPool<kServes != Serves::kPlain>>;
+
 // Rows whose edits are applied late come first in the code: they take longer where their code is
 // far from the kernel's start (64 rows with history and mask 54.8 us for 47.4).
-template <class T, bool kInCluster, bool kEditable>
-__global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>::kThreads,
-                                  DrawBlock<T, kInCluster, DrawPool<kEditable>>::kResident)
+template <class T, bool kInCluster, Serves kServes>
+__global__ void __launch_bounds__(BlockServing<T, kInCluster, kServes>::kThreads,
+                                  BlockServing<T, kInCluster, kServes>::kResident)
     SampleRowKernel(const __grid_constant__ SampleParams p) {
-  using Pool = DrawPool<kEditable>;
-  using Block = DrawBlock<T, kInCluster, Pool>;
-  using Row = Logits<T, kEditable>;
+  using Block = BlockServing<T, kInCluster, kServes>;
+  using Pool = typename Block::Pool;
+  using Row = Logits<T, kServes>;
+  constexpr bool kEditable = Row::kMayBeEdited;
   constexpr int kThreads = Block::kThreads;
   extern __shared__ __align__(128) uint4 dynamic[];
   auto& memory = *reinterpret_cast<DrawMemory<T, kInCluster, kEditable>*>(dynamic);
@@ -470,22 +484,22 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   RowStream<Block> stream(memory.stream, raw_row.sent, part.begin, part.end);
   __syncthreads();                          // `ask` is there
   if constexpr (kInCluster) ClusterWait();  // all blocks have begun: their memory is there
-  if (ask.active == 0) return stream.Abandon();
-  const RowNeeds needs(p, ask, vocab, kEditable);
+  if (ask.active == 0 || (Row::kMayAskMore && IsIdle(p, r))) return stream.Abandon();
+  const RowNeeds needs(p, ask, raw_row);
   const auto in_first = [](Stats* here) { return kInCluster ? InBlock(here, 0) : here; };
   const CellStats raw_stats{kLog2E, in_first(m.raw_cells)};
   const CellStats own_stats{needs.log2e_over_temperature, in_first(m.cells)};
   LaneBests bests;
   if constexpr (kEditable) {
-    if (IsEditedLate(p, ask)) [[likely]] {
+    if (IsEditedLate<Row::kMayAskMore>(p, ask)) [[likely]] {
       const LateEdits edits(args, ask);
       if constexpr (kInCluster) edits.Prefetch();
       bests = ReadLate<Block>(stream, edits, part.begin, part.end, raw_stats, m.raw_sketch,
                               m.edited_sketch);
       if constexpr (!kInCluster) edits.Prefetch();
       __syncthreads();  // from here on the rings' memory is the pool's
-      return FinishLate<T, kInCluster>(p, r, ask, needs, part, m, bests, edits, raw_row.sent,
-                                       memory.stream);
+      return FinishLate<kInCluster>(p, r, ask, needs, part, m, bests, edits, raw_row,
+                                    memory.stream);
     }
     if (needs.edited) {
       const bool raw_sketched = needs.is_sent && (ask.want_rank || ask.top_logprobs > 0);
@@ -527,7 +541,7 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
   // Filter and draw.
   const Stats raw = MergeCells(m.raw_cells, p.cells, kLog2E);
   const float peak = needs.edited ? MaxOfCells(m.cells, p.cells) : raw.max;
-  if (!AcceptRow(args, r, ask, raw_row.sent, m.raw_cells, raw, peak)) return;
+  if (!AcceptRow(args, r, ask, raw_row, m.raw_cells, raw, peak)) return;
   const DrawInput in{.part = part,
                      .peak = peak,
                      .stats = needs.twice || needs.edited ? m.cells : m.raw_cells,
@@ -566,12 +580,13 @@ __global__ void __launch_bounds__(DrawBlock<T, kInCluster, DrawPool<kEditable>>:
 
 // ---- launch ------------------------------------------------------------------------------------
 
-// Enqueues sample, or verify, for all rows of p.args, p.blocks blocks a row. Those of edited rows
-// are compiled in files of their own (sample_edited_f32.cu and so on).
-template <class T, bool kInCluster, bool kEditable>
+// Enqueues sample, or verify, for all rows of p.args, p.blocks blocks a row. Those of edited rows,
+// and those of all rows, are compiled in files of their own (sample_edited_f32.cu and so on).
+template <class T, bool kInCluster, Serves kServes>
 cudaError_t LaunchPass(const SampleParams& p, const LaunchShape& shape, cudaStream_t stream) {
-  return LaunchKernel(&SampleRowKernel<T, kInCluster, kEditable>, shape, stream, p);
+  return LaunchKernel(&SampleRowKernel<T, kInCluster, kServes>, shape, stream, p);
 }
+using PassLauncher = cudaError_t(const SampleParams&, const LaunchShape&, cudaStream_t);
 
 }  // namespace logitd::cuda
 

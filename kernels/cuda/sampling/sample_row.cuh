@@ -41,6 +41,14 @@ struct BlockRow {
 // The step of block verification that a launch of SampleRows takes.
 enum class BlockStep : int8_t { kWeigh, kSum, kEmit };
 
+// The rows that a kernel serves. Code that is there for other rows makes it slower: its own code is
+// farther apart, and is fetched from device memory.
+enum class Serves : int8_t {
+  kPlain,   // rows without edits that do not AsksMore
+  kEdited,  // rows that do not AsksMore
+  kAll,
+};
+
 struct SampleParams {
   SampleArgs args;
   int32_t cells;   // of a row
@@ -81,11 +89,22 @@ cudaError_t SampleRows(SampleParams p, Scratch scratch, cudaStream_t stream);
 
 // True where the row's edits are applied late (late_edits.cuh): they only lower logits, no sum over
 // the row needs them, the list usually holds what the filters leave, and no more is asked of that.
+template <bool kMayAskMore = true>
 __device__ inline bool IsEditedLate(const SampleParams& p, const SampleRow& ask) {
+  const bool asks_more =
+      kMayAskMore && (ask.want_entropy || ask.want_support > 0 || ask.draws > 0 || MarkIsOn(ask));
   return IsEdited(ask) && EditsOnlyLower(ask) &&
          FirstTokensTell(ask, p.args.logits.cols, kListed) &&
-         ask.logprob_mode == LogprobMode::kRaw && !ask.want_entropy && ask.want_support == 0 &&
-         ask.draws == 0 && !MarkIsOn(ask) && p.drafts == nullptr;
+         ask.logprob_mode == LogprobMode::kRaw && !asks_more && p.drafts == nullptr;
+}
+
+// True where this step of block verification needs nothing of row r: it is after the bonus token;
+// before the last step, it has no draft, or its sequence has no block verification.
+__device__ inline bool IsIdle(const SampleParams& p, int64_t r) {
+  if (p.block_rows == nullptr) return false;
+  const BlockPlace place = p.block_rows[r].place;
+  if (p.block_step == BlockStep::kEmit) return place == BlockPlace::kAfter;
+  return place == BlockPlace::kNone || p.has_draft[r] == 0;
 }
 
 // What the first block of a cluster asks the others for, to find the prefix of a flat top_p
@@ -238,12 +257,12 @@ __device__ __forceinline__ void EachOfCell(const LaneCell<Element>& x, int first
 
 // The row after edits: as sent where there are none. Cells of a row that may be edited are visited
 // as f32, so that there is one body for both.
-template <class T, bool kMayBeEdited>
+template <class T, Serves kServes>
 class Logits {
  public:
+  static constexpr bool kMayBeEdited = kServes != Serves::kPlain;
+  static constexpr bool kMayAskMore = kServes == Serves::kAll;
   using Element = std::conditional_t<kMayBeEdited, float, T>;
-  // Only kernels of rows that may be edited serve rows that AsksMore.
-  static constexpr bool kMayAskMore = kMayBeEdited;
 
   __device__ Logits(const T* as_sent, int count) : sent(as_sent), vocab(count) {}
 
