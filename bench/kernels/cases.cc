@@ -61,12 +61,14 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
     rows[i].first_mask_word = c.mask ? i * words : -1;
     rows[i].first_top_entry = i * c.row.top_logprobs;
     rows[i].first_support_entry = i * c.row.want_support;
+    rows[i].first_draw_entry = i * c.row.draws;
   }
   return {.logits = View(nullptr, c.dtype, c.rows, c.vocab),
           .rows = arrays.Put(rows),
           .history = arrays.Put(history),
           .mask_words = arrays.Put(mask),
-          .edited = c.mask || c.history > 0,
+          .edited = c.mask || c.history > 0 || AsksMore(c.row),
+          .asks_more = AsksMore(c.row),
           .tokens = arrays.Room<int32_t>(c.rows),
           .logprobs = arrays.Room<float>(c.rows),
           .ranks = arrays.Room<int32_t>(c.rows),
@@ -78,7 +80,50 @@ SampleArgs ArgsOf(Arrays& arrays, const SampleCase& c) {
           .support_ids = arrays.Room<int32_t>(c.rows * c.row.want_support),
           .support_logprobs = arrays.Room<float>(c.rows * c.row.want_support),
           .entropies = arrays.Room<float>(c.rows),
-          .raw_entropies = arrays.Room<float>(c.rows)};
+          .raw_entropies = arrays.Room<float>(c.rows),
+          .draw_tokens = arrays.Room<int32_t>(c.rows * c.row.draws),
+          .draw_logprobs = arrays.Room<float>(c.rows * c.row.draws)};
+}
+
+VerifyArgs ArgsOf(Arrays& arrays, const VerifyCase& c) {
+  constexpr int32_t kListedDrafts = 64;
+  const int64_t rows = c.rows.rows;
+  const bool dense = c.kind == DraftKind::kDense;
+  const auto count = static_cast<int32_t>(dense ? c.rows.vocab : kListedDrafts);
+  const auto step = static_cast<int32_t>(c.rows.vocab / kListedDrafts);
+  std::mt19937_64 random(1);
+  std::vector<VerifyDraft> drafts(rows);
+  std::vector<int32_t> ids;
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto first_id = static_cast<int64_t>(ids.size());
+    const auto drawn = static_cast<int32_t>(random() % kListedDrafts);
+    for (int32_t j = 0; !dense && j < kListedDrafts; ++j)
+      ids.push_back(j * step + static_cast<int32_t>(random() % step));
+    drafts[i] = {.first_id = dense ? 0 : first_id,
+                 .first_prob = i * count,
+                 .token = dense ? drawn * step : ids[first_id + drawn],
+                 .count = dense ? 0 : count,
+                 .kind = c.kind};
+  }
+  const bool blocks = c.blocks != BlockSequences::kNone;
+  std::vector<VerifySequence> sequences(rows / c.length);
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const bool block = blocks && (c.blocks == BlockSequences::kAll || i % 2 == 0);
+    sequences[i] = {
+        .first_row = static_cast<int64_t>(i) * c.length, .rows = c.length, .block = block ? 1 : 0};
+  }
+  SampleArgs sample = ArgsOf(arrays, c.rows);
+  sample.edited |= blocks;
+  sample.asks_more |= blocks;
+  return {
+      .sample = sample,
+      .drafts = arrays.Put(drafts),
+      .draft_ids = arrays.Put(ids),
+      .draft_probs = arrays.Put(std::vector<float>(rows * count, 1 / static_cast<float>(count))),
+      .sequences = arrays.Put(sequences),
+      .sequence_count = static_cast<int64_t>(sequences.size()),
+      .blocks = blocks,
+      .accepted = arrays.Room<int32_t>(sequences.size())};
 }
 
 CrossEntropyArgs ArgsOf(Arrays& arrays, const CrossEntropyCase& c, int64_t ignored = 0) {
@@ -157,6 +202,17 @@ absl::StatusOr<double> TimeCase(const SampleCase& c, Device& device, Inputs& inp
   return TimeOverSets(device, inputs, arrays, c.dtype, TensorBytes(c.rows, c.vocab, c.dtype),
                       /*overwritten=*/false, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
                         args.logits.data = set;
+                        return device.Run(args);
+                      });
+}
+
+absl::StatusOr<double> TimeCase(const VerifyCase& c, Device& device, Inputs& inputs) {
+  Arrays arrays(device);
+  VerifyArgs args = ArgsOf(arrays, c);
+  const DType dtype = c.rows.dtype;
+  return TimeOverSets(device, inputs, arrays, dtype, c.rows.FloorBytes(),
+                      /*overwritten=*/false, RepeatFor(c.FloorBytes()), [&](std::byte* set) {
+                        args.sample.logits.data = set;
                         return device.Run(args);
                       });
 }
@@ -273,16 +329,27 @@ absl::StatusOr<double> TimeCase(const HeadCase& c, Device& device, Inputs& input
     const SoftmaxTopKArgs topk = TopKArgs(arrays, c.rows, /*k=*/20);
     return time([&] { return device.Run(LinearTopKArgs{hidden, head, topk}); });
   }
+  const SampleCase rows = {.rows = c.rows,
+                           .vocab = c.vocab,
+                           .dtype = DType::kF32,
+                           .row = {.active = 1,
+                                   .temperature = 1,
+                                   .top_k = 50,
+                                   .top_p = 0.9f,
+                                   .repetition = 1,
+                                   .typical_p = 1,
+                                   .want_rank = true}};
   if (c.op == HeadOp::kSample) {
-    const SampleArgs sample = ArgsOf(arrays, SampleCase{.rows = c.rows,
-                                                        .vocab = c.vocab,
-                                                        .row = {.active = 1,
-                                                                .temperature = 1,
-                                                                .top_k = 50,
-                                                                .top_p = 0.9f,
-                                                                .repetition = 1,
-                                                                .want_rank = true}});
+    const SampleArgs sample = ArgsOf(arrays, rows);
     return time([&] { return device.Run(LinearSampleArgs{hidden, head, sample}); });
+  }
+  if (c.op == HeadOp::kVerify || c.op == HeadOp::kBlockVerify) {
+    const VerifyArgs verify =
+        ArgsOf(arrays, VerifyCase{.rows = rows,
+                                  .length = kHeadSequenceRows,
+                                  .blocks = c.op == HeadOp::kBlockVerify ? BlockSequences::kAll
+                                                                         : BlockSequences::kNone});
+    return time([&] { return device.Run(LinearVerifyArgs{hidden, head, verify}); });
   }
   if (c.op == HeadOp::kDivergence) {
     const DivergenceArgs divergence =

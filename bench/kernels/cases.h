@@ -14,6 +14,7 @@
 #include "kernels/divergence_training.h"
 #include "kernels/sample.h"
 #include "kernels/types.h"
+#include "kernels/verify.h"
 
 namespace logitd::bench {
 
@@ -41,6 +42,24 @@ struct SampleCase {
   bool mask = false;    // half the tokens allowed
 
   double FloorBytes() const { return TensorBytes(rows, vocab, dtype); }
+};
+
+// Which sequences have block verification.
+enum class BlockSequences { kNone, kEveryOther, kAll };
+
+// Sequences of `length` rows, each with a draft that its filters cut, except the last: so a bonus
+// token is drawn from what the draft's probabilities leave.
+struct VerifyCase {
+  SampleCase rows;  // whole sequences
+  int32_t length;
+  DraftKind kind = DraftKind::kList;  // kList: of 64 tokens
+  BlockSequences blocks = BlockSequences::kNone;
+
+  double FloorBytes() const {
+    const double probs = kind == DraftKind::kDense ? sizeof(float) : 0;
+    return rows.FloorBytes() +
+           probs * static_cast<double>(rows.rows) * static_cast<double>(rows.vocab);
+  }
 };
 
 // All rows of a tensor of scores; a mask is [batch, 1, queries, keys], which the heads share, a
@@ -84,8 +103,19 @@ struct DivergenceCase {
 };
 
 // An op on hidden states under a head without bias, norm or softcap. Training is loss and gradients
-// in one call; a divergence is of two such heads.
-enum class HeadOp { kTopK, kSample, kCrossEntropy, kTraining, kDivergence, kDivergenceTraining };
+// in one call; a divergence is of two such heads; rows of verify are sequences of
+// kHeadSequenceRows.
+enum class HeadOp {
+  kTopK,
+  kSample,
+  kVerify,
+  kBlockVerify,  // with block verification in all sequences
+  kCrossEntropy,
+  kTraining,
+  kDivergence,
+  kDivergenceTraining
+};
+inline constexpr int32_t kHeadSequenceRows = 6;
 constexpr bool HasTwoHeads(HeadOp op) {
   return op == HeadOp::kDivergence || op == HeadOp::kDivergenceTraining;
 }
@@ -103,8 +133,8 @@ struct HeadCase {
   }
 };
 
-using Case =
-    std::variant<TopKCase, SampleCase, AttentionCase, CrossEntropyCase, DivergenceCase, HeadCase>;
+using Case = std::variant<TopKCase, SampleCase, VerifyCase, AttentionCase, CrossEntropyCase,
+                          DivergenceCase, HeadCase>;
 
 // The time of a peer for the same work on an H200 (bench/results/h200/peers.json says which card,
 // and when), and our goals there.

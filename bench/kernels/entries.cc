@@ -180,6 +180,76 @@ constexpr Entry kSampleEntries[] = {
     {"top-k 50, top-p 0.9", SampleOf(777, 151936, kF32, Asking(1, 50, 0.9f, 0))},
 };
 
+// A row of what only few rows ask for, by `set`.
+template <class Set>
+constexpr SampleRow With(SampleRow row, Set set) {
+  row.want_rank = false;
+  row.repetition = 1;
+  set(row);
+  return row;
+}
+constexpr auto k16Draws = [](SampleRow& row) { row.draws = 16; };
+constexpr auto kWatermark = [](SampleRow& row) {
+  row.watermark_key = 1;
+  row.watermark_width = 4;
+};
+constexpr auto kXtc = [](SampleRow& row) {
+  row.xtc_probability = 1;
+  row.xtc_threshold = 0.1f;
+};
+constexpr auto kTypicalP = [](SampleRow& row) { row.typical_p = 0.9f; };
+constexpr auto kTopNSigma = [](SampleRow& row) { row.top_n_sigma = 1; };
+constexpr auto kSupport = [](SampleRow& row) { row.want_support = 64; };
+constexpr auto kLongSupport = [](SampleRow& row) { row.want_support = 1024; };
+constexpr auto kEntropy = [](SampleRow& row) { row.want_entropy = true; };
+
+constexpr SampleRow kFewLeft = Asking(1, 50, 0.9f, 0);  // the list holds what the filters leave
+constexpr SampleRow kManyLeft = Asking(1, 0, 0.9f, 0);  // it does not
+constexpr SampleRow kAllLeft = Asking(1, 0, 1, 0);      // unfiltered
+
+constexpr Entry kSampleMoreEntries[] = {
+    {"top-k 50, top-p 0.9, 16 draws", Sample(64, kF32, With(kFewLeft, k16Draws))},
+    {"unfiltered, 16 draws", Sample(64, kF32, With(kAllLeft, k16Draws))},
+    {"top-p 0.9 alone, flat row, 16 draws", Sample(64, kF32, With(kManyLeft, k16Draws))},
+    {"top-k 50, top-p 0.9, 16 draws", Sample(512, kF32, With(kFewLeft, k16Draws))},
+    {"unfiltered, 16 draws", Sample(512, kF32, With(kAllLeft, k16Draws))},
+    {"top-k 50, top-p 0.9, watermark", Sample(64, kF32, With(kFewLeft, kWatermark), 8)},
+    {"unfiltered, watermark", Sample(64, kF32, With(kAllLeft, kWatermark), 8)},
+    {"unfiltered, watermark", Sample(512, kF32, With(kAllLeft, kWatermark), 8)},
+    {"top-k 50, top-p 0.9, xtc", Sample(64, kF32, With(kFewLeft, kXtc))},
+    {"xtc alone, flat row", Sample(64, kF32, With(kAllLeft, kXtc))},
+    {"top-k 50, top-p 0.9, typical-p 0.9", Sample(64, kF32, With(kFewLeft, kTypicalP))},
+    {"typical-p 0.9 alone, flat row", Sample(64, kF32, With(kAllLeft, kTypicalP))},
+    {"top-n-sigma 1", Sample(64, kF32, With(kAllLeft, kTopNSigma))},
+    {"top-n-sigma 1", Sample(512, kF32, With(kAllLeft, kTopNSigma))},
+    {"top-k 50, top-p 0.9, a support of 64", Sample(64, kF32, With(kFewLeft, kSupport))},
+    {"top-p 0.9 alone, flat row, a support of 1024",
+     Sample(64, kF32, With(kManyLeft, kLongSupport))},
+    {"top-k 50, top-p 0.9, entropies", Sample(64, kF32, With(kFewLeft, kEntropy))},
+    {"unfiltered, entropies", Sample(512, kF32, With(kAllLeft, kEntropy))},
+};
+
+// ---- verify ------------------------------------------------------------------------------------
+
+// 16 sequences of 5 drafts.
+constexpr VerifyCase Verify(SampleRow row, DraftKind kind = DraftKind::kList,
+                            BlockSequences blocks = BlockSequences::kNone) {
+  return {Sample(96, kF32, WithoutRank(row)), /*length=*/6, kind, blocks};
+}
+
+constexpr Entry kVerifyEntries[] = {
+    {"top-k 50, top-p 0.9, greedy drafts", Verify(kFewLeft, DraftKind::kGreedy)},
+    {"top-k 50, top-p 0.9, listed drafts", Verify(kFewLeft)},
+    {"top-k 50, top-p 0.9, dense drafts", Verify(kFewLeft, DraftKind::kDense)},
+    {"unfiltered, listed drafts", Verify(kAllLeft)},
+    {"top-k 50, top-p 0.9, listed drafts, block",
+     Verify(kFewLeft, DraftKind::kList, BlockSequences::kAll)},
+    {"top-k 50, top-p 0.9, listed drafts, block in every other sequence",
+     Verify(kFewLeft, DraftKind::kList, BlockSequences::kEveryOther)},
+    {"top-k 50, top-p 0.9, dense drafts, block",
+     Verify(kFewLeft, DraftKind::kDense, BlockSequences::kAll)},
+};
+
 constexpr SampleRow WithMinP(SampleRow row) {
   row.min_p = 0.1f;
   return row;
@@ -478,6 +548,9 @@ constexpr Entry kCudaHead[] = {
     {"decode, f16", HeadCase{kSample, 64, 4096, 128256, kF16}},
     {"decode, f32", HeadCase{kSample, 64, 4096, 128256, kF32}},
     {"top 20", HeadCase{kTopK, 64, 4096, 128256, kBF16}},
+    {"16 sequences of 5 drafts", HeadCase{kVerify, 96, 4096, 128256, kBF16}},
+    {"16 sequences of 5 drafts, block", HeadCase{kBlockVerify, 96, 4096, 128256, kBF16}},
+    {"128 sequences of 5 drafts", HeadCase{kVerify, 768, 4096, 128256, kBF16}},
     // Rows between the sizes of tiles, and other heads: how much of a padded tile is paid for.
     {"other head", HeadCase{kCrossEntropy, 4096, 7168, 129280, kBF16}, {"QuACK", 11030}},
     {"any rows", HeadCase{kCrossEntropy, 3, 5120, 151936, kBF16}},
@@ -564,14 +637,14 @@ constexpr Entry kCpuDivergence[] = {
 }  // namespace
 
 std::vector<absl::Span<const Entry>> CpuEntries() {
-  return {kCpuTopK,         kSampleEntries, kCpuSample,         kCpuAttention,
-          kCpuCrossEntropy, kCpuHead,       kDivergenceEntries, kCpuDivergence};
+  return {kCpuTopK,      kSampleEntries,   kSampleMoreEntries, kVerifyEntries,     kCpuSample,
+          kCpuAttention, kCpuCrossEntropy, kCpuHead,           kDivergenceEntries, kCpuDivergence};
 }
 
 std::vector<absl::Span<const Entry>> CudaEntries() {
-  return {
-      kCudaTopK, kSampleEntries,     kCudaAttention, kCudaCrossEntropy, kCudaCrossEntropyTraining,
-      kCudaHead, kDivergenceEntries, kCudaDivergence};
+  return {kCudaTopK,          kSampleEntries,    kSampleMoreEntries,        kVerifyEntries,
+          kCudaAttention,     kCudaCrossEntropy, kCudaCrossEntropyTraining, kCudaHead,
+          kDivergenceEntries, kCudaDivergence};
 }
 
 }  // namespace logitd::bench

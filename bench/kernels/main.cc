@@ -61,6 +61,14 @@ Record RecordOf(const SampleCase& c) {
           .bytes = c.FloorBytes()};
 }
 
+Record RecordOf(const VerifyCase& c) {
+  Record record = RecordOf(c.rows);
+  record.op = "verify";
+  record.fields["rows_of_sequence"] = c.length;
+  record.bytes = c.FloorBytes();
+  return record;
+}
+
 Record RecordOf(const AttentionCase& c) {
   constexpr const char* kMasks[] = {"none", "bool", "additive"};  // by MaskKind
   return {.op = c.backward ? "attention_softmax_backward" : "attention_softmax",
@@ -99,6 +107,7 @@ Record RecordOf(const DivergenceCase& c) {
 Record RecordOf(const HeadCase& c) {
   constexpr const char* kOps[] = {
       "linear_topk",          "linear_sample",
+      "linear_verify",        "linear_verify",
       "linear_cross_entropy", "linear_cross_entropy forward and backward",
       "linear_divergence",    "linear_divergence_training"};  // by HeadOp
   return {.op = kOps[static_cast<int>(c.op)],
