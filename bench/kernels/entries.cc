@@ -620,7 +620,14 @@ constexpr HeadCase StudentOf(int64_t rows, int64_t hidden, int64_t vocab, DType 
 }
 constexpr Entry kCudaDivergence[] = {
     {"two heads of a model", HeadCase{kDivergence, 4096, 4096, 128256, kBF16}, Share(0.95)},
+    {"two heads of a model, f16", HeadCase{kDivergence, 4096, 4096, 128256, kF16}},
+    {"two heads of a model, more rows", HeadCase{kDivergence, 8192, 4096, 128256, kBF16}},
+    {"two heads of a small model", HeadCase{kDivergence, 4096, 2048, 128256, kBF16}},
+    {"two heads of a model, 1024 rows", HeadCase{kDivergence, 1024, 4096, 128256, kBF16}},
+    {"two heads of a model, 300 rows", HeadCase{kDivergence, 300, 4096, 128256, kBF16}},
+    {"two heads of a model, 256 rows", HeadCase{kDivergence, 256, 4096, 128256, kBF16}},
     {"two heads of a model, few rows", HeadCase{kDivergence, 64, 4096, 128256, kBF16}},
+    {"two heads of a model, one row", HeadCase{kDivergence, 1, 4096, 128256, kBF16}},
     {"a student's gradients", StudentOf(4096, 4096, 128256, kBF16)},
     {"a student's gradients, jensen_shannon",
      StudentOf(4096, 4096, 128256, kBF16, DivergenceLoss::kJensenShannon)},

@@ -508,6 +508,113 @@ inline std::string FirstLinearDivergenceDifference(OpRunner& runner, const Linea
   return "";
 }
 
+// Two heads of one 16-bit type, whose logits are known exactly.
+enum class PairFill : uint8_t { kPlain, kNorm, kSame, kInfinities, kMinusInfinities, kFar };
+struct HeadPairCase {
+  DType dtype = DType::kBF16;
+  int64_t rows = 1;
+  int64_t vocab = 1;
+  int64_t hidden = 8;
+  int64_t reference_hidden = 8;
+  PairFill fill = PairFill::kPlain;
+  uint64_t seed = 1;
+};
+
+inline std::string Describe(const HeadPairCase& c) {
+  return absl::StrFormat("two heads, %dx%d and %d -> %d %s, fill %d, seed %d", c.rows, c.hidden,
+                         c.reference_hidden, c.vocab, Name(c.dtype), static_cast<int>(c.fill),
+                         c.seed);
+}
+
+// Rows have +inf, -inf or NaN at a token whose weight is inf at an element of the hidden state that
+// is above 0, below or 0.
+inline LinearInput HalfOfPair(const HeadPairCase& c, int64_t hidden, uint64_t seed) {
+  LinearInput input = ExactInput({.dtype = c.dtype,
+                                  .rows = c.rows,
+                                  .vocab = c.vocab,
+                                  .hidden = hidden,
+                                  .norm = c.fill == PairFill::kNorm,
+                                  .seed = seed});
+  std::mt19937_64 random(seed);
+  const auto set_inf = [&](int64_t token, float value) {
+    input.head.weight.Set(token, static_cast<int64_t>(random() % 2), value);
+  };
+  if (c.fill == PairFill::kInfinities) {
+    for (int64_t token : {c.vocab - 1, c.vocab / 2, int64_t{0}}) {
+      if (random() % 2 == 0) set_inf(token, kInf);
+    }
+  } else if (c.fill == PairFill::kMinusInfinities) {
+    // The first element is the same in all rows, and never 0.
+    for (int64_t r = 0; r < c.rows; ++r) input.hidden.Set(r, 0, 1);
+    for (int64_t i = 0; i < c.vocab; ++i) {
+      if (random() % 3 == 0) input.head.weight.Set(i, 0, -kInf);
+    }
+  } else if (c.fill == PairFill::kFar) {
+    input.head.scale = std::ldexp(input.head.scale, seed % 2 == 0 ? 100 : 22);
+  } else {
+    return input;
+  }
+  ComputeLogits(input);
+  return input;
+}
+
+inline std::vector<HeadPairCase> HeadPairCases() {
+  using enum PairFill;
+  std::vector<HeadPairCase> cases;
+  uint64_t seed = 300;
+  for (const PairFill fill : {kPlain, kNorm, kSame, kInfinities, kMinusInfinities, kFar}) {
+    for (const int64_t vocab : {1, 255, 1000, 2304}) {
+      for (const int64_t rows : {1, 70, 130, 300}) {
+        seed += 3;
+        const DType dtype = seed % 2 == 0 ? DType::kBF16 : DType::kF16;
+        cases.push_back({dtype, rows, vocab, 40, fill == kSame ? 40 : 24, fill, seed});
+      }
+    }
+  }
+  cases.push_back({DType::kBF16, 2, 50257, 8, 16, kPlain, ++seed});
+  cases.push_back({DType::kBF16, 700, 2000, 72, 136, kPlain, ++seed});
+  cases.push_back({DType::kF16, 17000, 300, 8, 16, kPlain, ++seed});  // more than one pass
+  return cases;
+}
+
+// "" where the answers are those of the known logits, and a row on its own has the same bits.
+inline std::string FirstHeadPairDifference(OpRunner& runner, const HeadPairCase& c) {
+  const LinearInput x = HalfOfPair(c, c.hidden, c.seed);
+  const LinearInput y =
+      HalfOfPair(c, c.reference_hidden, c.fill == PairFill::kSame ? c.seed : c.seed + 51);
+  std::vector<DivergenceRow> rows;
+  std::mt19937_64 random(c.seed);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    rows.push_back(RandomDivergence(c.vocab, random));
+    if (c.fill == PairFill::kSame) rows[r].reference_temperature = rows[r].temperature;
+  }
+  const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
+  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
+  const auto row_of = [&](const LinearInput& input, int64_t r) {
+    HostTensor row = AlignedTensor(c.dtype, 1, input.hidden.cols(), 0);
+    for (int64_t d = 0; d < input.hidden.cols(); ++d) row.Set(0, d, input.hidden.At(r, d));
+    return row;
+  };
+  for (int64_t r = 0; r < c.rows; ++r) {
+    if (rows[r].active == 0) continue;
+    const auto want = ReferenceDivergence(LogitsOf(x.logits, r), LogitsOf(y.logits, r), rows[r]);
+    std::string difference = DescribeDifference(want, *got, r, static_cast<double>(c.vocab));
+    const bool is_same = c.fill == PairFill::kSame;
+    if (is_same && (got->forward_kl[r] != 0 || got->reverse_kl[r] != 0)) difference = "not 0";
+    if (difference.empty() && r % 41 == 0) {
+      const auto alone =
+          runner.LinearDivergence(row_of(x, r), x.head, row_of(y, r), y.head, {rows[r]});
+      if (!alone.ok()) return alone.status().ToString();
+      if (DivergenceBits(*alone, 0) != DivergenceBits(*got, r)) difference = "other bits alone";
+    }
+    if (difference.empty()) continue;
+    return absl::StrFormat("%s: row %d (target %d, temperatures %g, %g): %s", Describe(c), r,
+                           rows[r].target, rows[r].temperature, rows[r].reference_temperature,
+                           difference);
+  }
+  return "";
+}
+
 inline std::vector<OpCheck> DivergenceChecks() {
   return {
       ForAll("KeepsEveryClaim", DivergenceClaims, BrokenClaim),
@@ -518,6 +625,7 @@ inline std::vector<OpCheck> DivergenceChecks() {
              BrokenDivergenceInvariance),
       ForAll("ATopTokenHasTheBitsOfATarget", DivergenceInvarianceCases, FirstTopThatIsNotItsTarget),
       ForAll("TwoHeadsGiveTheAnswersOfTheirLogits", ExactCases, FirstLinearDivergenceDifference),
+      ForAll("TwoHeadsOfOneTypeAgreeWithDoublePrecision", HeadPairCases, FirstHeadPairDifference),
   };
 }
 

@@ -1,7 +1,8 @@
 // linear_topk, _sample, _verify, _cross_entropy, _divergence: the logits of a block of rows are
 // made in scratch, in fp32, of both heads for a divergence, and the op that takes logits runs on
 // them.
-// hopper/loss.cu computes losses without logits for the rows that want only losses and extras. Rows
+// hopper/loss.cu computes losses without logits for the rows that want only losses and extras, and
+// hopper/divergence.cu the divergences of two 16-bit heads of one type. Rows
 // with supports take theirs from the logits that linear_sample makes. routes.cc says which kernel
 // makes logits.
 //
@@ -16,6 +17,7 @@
 // with sample after it, 64 rows of 4096 x 128256, 92% of the product
 // (bench/results/h200/kernels.json).
 #include <algorithm>
+#include <utility>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear/block_logits.h"
@@ -125,8 +127,49 @@ cudaError_t LinearVerify(const LinearVerifyArgs& args, Products& products, const
   return error;
 }
 
+namespace {
+
+// The rows of `args` by hopper/divergence.cu, with hidden states after the norms in scratch.
+cudaError_t HopperDivergences(const LinearDivergenceArgs& args, const Scratch& scratch,
+                              cudaStream_t stream) {
+  const std::pair<const HeadView*, TensorView LinearDivergenceArgs::*> inputs[] = {
+      {&args.head, &LinearDivergenceArgs::hidden},
+      {&args.reference_head, &LinearDivergenceArgs::reference_hidden}};
+  int64_t row_bytes = 0;  // of states
+  for (const auto& [head, hidden] : inputs) {
+    if (head->norm != nullptr)
+      row_bytes += PreparedStride(*head) * static_cast<int64_t>(SizeOf(head->weight.dtype));
+  }
+  int64_t pass = args.rows();
+  if (row_bytes > 0) {
+    constexpr int64_t kGroup = hopper::kLossGroupRows;
+    pass = std::max(static_cast<int64_t>(scratch.bytes) / 4 / row_bytes / kGroup * kGroup, kGroup);
+  }
+  for (int64_t first = 0; first < args.rows(); first += pass) {
+    Scratch rest = scratch;
+    LinearDivergenceArgs part = args;
+    part.divergence = RowsFrom(args.divergence, first);
+    for (const auto& [head, hidden] : inputs) {
+      TensorView& states = part.*hidden;
+      states = RowsOf(states, first, std::min(pass, args.rows() - first));
+      if (head->norm == nullptr) continue;
+      std::byte* to = rest.Take<std::byte>(states.rows * PreparedStride(*head) *
+                                           static_cast<int64_t>(SizeOf(states.dtype)));
+      const cudaError_t error = Prepare(*head, states.rows, to, states, stream);
+      if (error != cudaSuccess) return error;
+    }
+    const cudaError_t error = hopper::Divergences(part, rest, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
 cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
                              const Scratch& given, cudaStream_t stream) {
+  if (IsHopperDivergence(args.head, args.reference_head, given))
+    return HopperDivergences(args, given, stream);
   Scratch scratch = given;
   const PairLogits pair(args.head, args.reference_head, products, scratch, stream);
   for (int64_t first = 0; first < args.rows(); first += pair.rows()) {

@@ -40,4 +40,13 @@ LinearRoute RouteOf(LinearOp op, const HeadView& head, const Scratch& device, bo
   __builtin_unreachable();
 }
 
+bool IsHopperDivergence(const HeadView& head, const HeadView& reference, const Scratch& device) {
+  const auto served = [&](const HeadView& of) {
+    return of.vocab() > 0 && of.scale > 0 &&
+           RouteOf(LinearOp::kLosses, of, device).kernel == LinearKernel::kHopperLosses;
+  };
+  return served(head) && served(reference) && head.weight.dtype == reference.weight.dtype &&
+         hopper::HaveRoomForDivergences(head.vocab(), device);
+}
+
 }  // namespace logitd::cuda

@@ -11,7 +11,7 @@
 namespace logitd::cuda {
 
 enum class LinearOp : uint8_t {
-  kTokens,     // linear_topk, linear_sample, linear_verify; the logits of linear_divergence
+  kTokens,     // linear_topk, linear_sample, linear_verify; linear_divergence where it makes logits
   kLosses,     // linear_cross_entropy
   kGradients,  // its backward
   kTraining,   // both in one
@@ -38,6 +38,10 @@ struct LinearRoute {
 // The route of all calls of `op` with this head on this device. logits: only routes that make
 // logits.
 LinearRoute RouteOf(LinearOp op, const HeadView& head, const Scratch& device, bool logits = false);
+
+// True where hopper/divergence.cu serves all calls of linear_divergence with these heads on this
+// device. Other calls make logits.
+bool IsHopperDivergence(const HeadView& head, const HeadView& reference, const Scratch& device);
 
 }  // namespace logitd::cuda
 

@@ -10,8 +10,7 @@
 // Cost at 512 x 131072 f32: reads 537 MB once, which is the floor; two exponentials and 12 further
 // operations a pair of tokens. A reference row that is not aligned to 16 bytes is read by elements.
 // Measured on an H200 (bench/results/h200/divergence.json): 512 x 131072 f32 91% of the floor, bf16
-// 75%; two heads of 128256 x 4096, 4096 rows: 1.14 of the two bare products (1.28 before blocks
-// were whole groups of Hopper's rows), whose logits go through memory.
+// 75%. Two heads on Hopper: linear/hopper/divergence.cu.
 #include <algorithm>
 
 #include "kernels/cuda/dispatch.cuh"

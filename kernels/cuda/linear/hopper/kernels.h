@@ -54,6 +54,14 @@ struct ShardLossArgs {
 cudaError_t ShardLosses(const ShardLossArgs& args, const int32_t* groups, const Scratch& scratch,
                         cudaStream_t stream);
 
+// LinearDivergence where both inputs are hidden states, after their heads' norms. 16-bit heads of
+// one dtype without bias and softcap, and of scale > 0. A row's bits depend only on its two hidden
+// states, what it asks for and the heads.
+cudaError_t Divergences(const LinearDivergenceArgs& args, const Scratch& scratch,
+                        cudaStream_t stream);
+// True where half of scratch is enough for Divergences. The answer stays the same.
+bool HaveRoomForDivergences(int64_t vocab, const Scratch& scratch);
+
 // Pass 1 of linear_cross_entropy_training: fills `all`, which covers the whole vocabulary, from the
 // logits of `hidden` [rows, head.hidden()]. rows: [rows]. 16-bit heads without bias and softcap.
 cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const RowState* rows,

@@ -266,7 +266,7 @@ cudaError_t LaunchPass(const TensorView& hidden, const HeadView& head, int32_t f
                        const CrossEntropyRow* rows, const int32_t* groups, Scratch scratch,
                        cudaStream_t stream, const Finish& finish) {
   const int64_t cells = CeilDiv(head.vocab(), kCell);
-  const Schedule schedule = ScheduleOf(hidden, head.vocab(), scratch);
+  const Schedule schedule = ScheduleOf(hidden.rows, hidden.cols, head.vocab(), scratch);
   const int64_t tiles = CeilDiv(head.vocab(), kTile);
   const bool middle = IsMiddle(hidden.rows, tiles, groups, scratch);
   LossParts parts{.row_cells = static_cast<int32_t>(cells),
@@ -290,7 +290,7 @@ cudaError_t LaunchPass(const TensorView& hidden, const HeadView& head, int32_t f
                      .first_token = first_token};
   const cudaError_t error =
       middle ? LaunchMiddleRows<T, MiddleLoss>(hidden, head.weight, p, scratch, stream)
-             : LaunchProduct<T, LossEpilogue>(hidden, head.weight, groups, p, scratch, stream);
+             : LaunchProduct<T, LossEpilogue>({{hidden, head.weight}}, groups, p, scratch, stream);
   if (error != cudaSuccess) return error;
   const Operands<T> operands{.states = static_cast<const T*>(hidden.data),
                              .weights = static_cast<const T*>(head.weight.data),

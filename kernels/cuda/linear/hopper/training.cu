@@ -88,7 +88,7 @@ cudaError_t Exponentials(const TensorView& hidden, const HeadView& head, const R
   const ExponentialParams p = {
       .rows = rows, .all = all, .target_logits = all.target_logits, .scale = head.scale};
   return Visit16Bit(head.weight.dtype, [&]<class T>() {
-    return LaunchRows<T, Rows::kMany, ExponentialEpilogue<T>>(hidden, head.weight, nullptr, p,
+    return LaunchRows<T, Rows::kMany, ExponentialEpilogue<T>>({{hidden, head.weight}}, nullptr, p,
                                                               scratch, stream);
   });
 }
