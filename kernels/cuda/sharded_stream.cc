@@ -199,15 +199,19 @@ class CudaShardedStream final : public ShardedOps {
     });
   }
   absl::Status VerifyOf(const LinearVerifyArgs& args) {
-    const uint32_t options = (args.verify.sample.edited ? 1u : 0u) + (args.verify.blocks ? 2u : 0u);
+    const SampleArgs& sample = args.verify.sample;
+    const uint32_t options =
+        (sample.edited ? 1u : 0u) + (args.verify.blocks ? 2u : 0u) + (sample.asks_more ? 4u : 0u);
     return Enqueue({{Kind::kVerify, args.hidden, args.head, 0, options}},
                    [&] { return Verify(args); });
   }
   absl::Status DivergenceOf(const LinearDivergenceArgs& args) {
     absl::InlinedVector<ShardCall, 2> calls;
-    if (args.head.vocab() > 0) calls.push_back({Kind::kDivergence, args.hidden, args.head, 0, 0});
+    const uint32_t options = WantsTops(args.divergence) ? 1 : 0;
+    if (args.head.vocab() > 0)
+      calls.push_back({Kind::kDivergence, args.hidden, args.head, 0, options});
     if (args.reference_head.vocab() > 0)
-      calls.push_back({Kind::kDivergence, args.reference_hidden, args.reference_head, 0, 0});
+      calls.push_back({Kind::kDivergence, args.reference_hidden, args.reference_head, 0, options});
     return Enqueue(calls, [&] { return Divergence(args); });
   }
   absl::Status LossesOf(const LinearCrossEntropyArgs& args) {
