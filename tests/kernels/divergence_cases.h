@@ -101,6 +101,12 @@ inline const std::vector<DivergenceClaim>& DivergenceClaims() {
       {.name = "one token is certain in both rows", .logits = {-7}, .reference = {5},
        .ask = {1, 0, 1, 1}, .forward_kl = 0, .reverse_kl = 0, .entropy = 0,
        .reference_entropy = 0, .logsumexp = -7, .reference_logsumexp = 5},
+      // In units of T: {1.5, -1.5} and {1.25, -1.25}.
+      {.name = "logits may be further apart than f32's largest number",
+       .logits = {0x1.8p127f, -0x1.8p127f}, .reference = {0x1.4p127f, -0x1.4p127f},
+       .ask = {1, kIgnoredTarget, 0x1p127f, 0x1p127f}, .forward_kl = 0.0065894461f,
+       .reverse_kl = 0.0076267073f, .entropy = 0.19086497f, .reference_entropy = 0.26853518f,
+       .logsumexp = 1.5485874f, .reference_logsumexp = 1.3288897f},
       {.name = "nothing is written for a skipped row", .logits = {0, 1}, .reference = {1, 0},
        .ask = {}, .status = kUnwrittenStatus, .forward_kl = kUnwrittenFloat,
        .reverse_kl = kUnwrittenFloat, .entropy = kUnwrittenFloat,
