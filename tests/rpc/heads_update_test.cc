@@ -107,9 +107,8 @@ class HeadsUpdateTest : public HeadsServiceTest {
 
   // The metric of updates that ended with this code.
   bool Ended(const std::string& code, int count) {
-    return engine::Scrape(metrics_).find(
-               absl::StrCat("logitd_head_updates_total{code=\"", code, "\"} ", count, "\n")) !=
-           std::string::npos;
+    return engine::Scrape(metrics_).find(absl::StrCat("logitd_head_updates_total{code=\"", code,
+                                                      "\"} ", count, "\n")) != std::string::npos;
   }
 
   arena::Leases all_leases_{{.max_bytes = int64_t{32} << 20, .max_leases = 4}};

@@ -164,23 +164,53 @@ cudaError_t HopperDivergences(const LinearDivergenceArgs& args, const Scratch& s
   return cudaSuccess;
 }
 
-}  // namespace
-
-cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
-                             const Scratch& given, cudaStream_t stream) {
-  if (IsHopperDivergence(args.head, args.reference_head, given))
-    return HopperDivergences(args, given, stream);
-  Scratch scratch = given;
+// Runs `op` on the logits of both inputs, a block of rows at a time.
+cudaError_t OnPairLogits(const LinearDivergenceArgs& args,
+                         cudaError_t (*op)(const DivergenceArgs&, const Scratch&, cudaStream_t),
+                         Products& products, Scratch scratch, cudaStream_t stream) {
   const PairLogits pair(args.head, args.reference_head, products, scratch, stream);
   for (int64_t first = 0; first < args.rows(); first += pair.rows()) {
     const int64_t rows = std::min(pair.rows(), args.rows() - first);
     DivergenceArgs block = RowsFrom(args.divergence, first);
     cudaError_t error = pair.Make(args.hidden, args.reference_hidden, first, rows, scratch,
                                   &block.logits, &block.reference_logits);
-    if (error == cudaSuccess) error = Divergence(block, scratch, stream);
+    if (error == cudaSuccess) error = op(block, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+// The products are made once more for top tokens: so a row's other answers have the same bits
+// whether any row of the call wants some.
+cudaError_t HopperTops(LinearDivergenceArgs args, Products& products, const Scratch& given,
+                       cudaStream_t stream) {
+  constexpr int64_t kMostRows = 32768;  // norms of so many lie in scratch
+  const LinearDivergenceArgs all = args;
+  for (int64_t first = 0; first < all.rows(); first += kMostRows) {
+    const int64_t rows = std::min(kMostRows, all.rows() - first);
+    Scratch scratch = given;
+    args.hidden = RowsOf(all.hidden, first, rows);
+    args.reference_hidden = RowsOf(all.reference_hidden, first, rows);
+    args.divergence = RowsFrom(all.divergence, first);
+    DivergenceNorms*& norms = args.divergence.answers.norms;
+    if (norms == nullptr) norms = scratch.Take<DivergenceNorms>(static_cast<size_t>(rows));
+    if (norms == nullptr) return cudaErrorMemoryAllocation;
+    cudaError_t error = HopperDivergences(args, scratch, stream);
+    if (error == cudaSuccess)
+      error = OnPairLogits(args, &DivergenceTops, products, scratch, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LinearDivergence(const LinearDivergenceArgs& args, Products& products,
+                             const Scratch& scratch, cudaStream_t stream) {
+  if (!IsHopperDivergence(args.head, args.reference_head, scratch))
+    return OnPairLogits(args, &Divergence, products, scratch, stream);
+  return WantsTops(args.divergence) ? HopperTops(args, products, scratch, stream)
+                                    : HopperDivergences(args, scratch, stream);
 }
 
 namespace {

@@ -250,19 +250,15 @@ __global__ void __launch_bounds__(kTopThreads)
 
 // Memory for kTopRows rows, or fewer.
 struct TopsMemory {
-  DivergenceNorms* norms;
   SoftmaxTopKRow* asks;
   float* logsumexp;
   RowStatus* status;
 
   TopsMemory(int64_t rows, Scratch& scratch)
-      : norms(scratch.Take<DivergenceNorms>(static_cast<size_t>(rows))),
-        asks(scratch.Take<SoftmaxTopKRow>(static_cast<size_t>(rows))),
+      : asks(scratch.Take<SoftmaxTopKRow>(static_cast<size_t>(rows))),
         logsumexp(scratch.Take<float>(static_cast<size_t>(rows))),
         status(scratch.Take<RowStatus>(static_cast<size_t>(rows))) {}
-  bool IsThere() const {
-    return norms != nullptr && asks != nullptr && logsumexp != nullptr && status != nullptr;
-  }
+  bool IsThere() const { return asks != nullptr && logsumexp != nullptr && status != nullptr; }
 };
 
 // Writes the top tokens of one input, after Measure.
@@ -291,27 +287,46 @@ cudaError_t FindTops(const DivergenceArgs& args, DivergenceInput input, const To
   });
 }
 
-}  // namespace
-
-cudaError_t Divergence(const DivergenceArgs& args, const Scratch& given, cudaStream_t stream) {
-  if (!WantsTops(args)) return Measure(args, given, stream);
-  Scratch scratch = given;
+// Calls op(args of some rows), for as many rows at a time as TopsMemory has room for.
+template <class Op>
+cudaError_t ForTopRows(const DivergenceArgs& args, const Op& op) {
   const int64_t all = args.logits.rows, most = std::min(all, kTopRows);
-  const TopsMemory memory(most, scratch);
-  if (!memory.IsThere()) return cudaErrorMemoryAllocation;
   for (int64_t first = 0; first < all; first += most) {
     const int64_t rows = std::min(most, all - first);
     DivergenceArgs part = RowsFrom(args, first);
     part.logits = RowsOf(args.logits, first, rows);
     part.reference_logits = RowsOf(args.reference_logits, first, rows);
-    if (part.answers.norms == nullptr) part.answers.norms = memory.norms;
-    cudaError_t error = Measure(part, scratch, stream);
-    for (const auto input : {DivergenceInput::kFirst, DivergenceInput::kReference}) {
-      if (error == cudaSuccess) error = FindTops(part, input, memory, scratch, stream);
-    }
+    const cudaError_t error = op(part);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t DivergenceTops(const DivergenceArgs& args, const Scratch& given, cudaStream_t stream) {
+  Scratch scratch = given;
+  const TopsMemory memory(std::min(args.logits.rows, kTopRows), scratch);
+  if (!memory.IsThere()) return cudaErrorMemoryAllocation;
+  return ForTopRows(args, [&](const DivergenceArgs& part) {
+    const cudaError_t error = FindTops(part, DivergenceInput::kFirst, memory, scratch, stream);
+    return error != cudaSuccess
+               ? error
+               : FindTops(part, DivergenceInput::kReference, memory, scratch, stream);
+  });
+}
+
+cudaError_t Divergence(const DivergenceArgs& args, const Scratch& given, cudaStream_t stream) {
+  if (!WantsTops(args)) return Measure(args, given, stream);
+  Scratch scratch = given;
+  DivergenceNorms* const norms =
+      scratch.Take<DivergenceNorms>(static_cast<size_t>(std::min(args.logits.rows, kTopRows)));
+  if (norms == nullptr) return cudaErrorMemoryAllocation;
+  return ForTopRows(args, [&](DivergenceArgs part) {
+    if (part.answers.norms == nullptr) part.answers.norms = norms;
+    const cudaError_t error = Measure(part, scratch, stream);
+    return error == cudaSuccess ? DivergenceTops(part, scratch, stream) : error;
+  });
 }
 
 }  // namespace logitd::cuda
