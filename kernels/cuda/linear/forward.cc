@@ -1,10 +1,9 @@
 // linear_topk, _sample, _verify, _cross_entropy, _divergence: the logits of a block of rows are
 // made in scratch, in fp32, of both heads for a divergence, and the op that takes logits runs on
-// them.
-// hopper/loss.cu computes losses without logits for the rows that want only losses and extras, and
-// hopper/divergence.cu the divergences of two 16-bit heads of one type. Rows
-// with supports take theirs from the logits that linear_sample makes. routes.cc says which kernel
-// makes logits.
+// them. hopper/loss.cu computes losses without logits for the rows that want only losses and
+// extras, and hopper/divergence.cu the divergences of two 16-bit heads of one type. Rows with
+// supports take theirs from the logits that linear_sample makes. routes.cc says which kernel makes
+// logits.
 //
 // A row's bits do not depend on other rows. Products of cuBLASLt have one fixed shape and use one
 // algorithm, which splits no sum: the head and the device decide the number of rows in a block, and
