@@ -22,8 +22,9 @@ struct InputFlags {
   std::string text;       // a prompt or text, for `model`
   std::string text_file;  // the same in a file
   std::string model = "demo/model";
-  std::string head;   // of the server; with a text: the model's own, which gets its hidden states
-  std::string arena;  // where the server leases memory; empty: the rows are sent
+  std::string head;  // of the server; with a text: the model's own, which gets its hidden states
+  int64_t head_version = 0;         // that the head must have; 0: any
+  std::string arena;                // where the server leases memory; empty: the rows are sent
   std::string arena_kind = "host";  // of `arena`: host or cuda
   bool ring = false;  // with `arena`, of topk and sample: through a ring of leased memory
 

@@ -52,9 +52,9 @@ int RunDivergence(const Session& session, const DivergenceFlags& flags) {
   }
   client::DivergenceRequest request;
   if (absl::Status good = Apply(flags.params, &request.params); !good.ok()) return BadInput(good);
-  absl::StatusOr<Input> input = LoadFile(flags.input);
+  absl::StatusOr<Input> input = LoadFile(flags.input, "--", /*takes_text=*/false);
   if (!input.ok()) return BadInput(input.status());
-  absl::StatusOr<Input> reference = LoadFile(flags.reference, "--reference-");
+  absl::StatusOr<Input> reference = LoadFile(flags.reference, "--reference-", /*takes_text=*/false);
   if (!reference.ok()) return BadInput(reference.status());
   if (reference->rows != input->rows) {
     return BadInput(absl::InvalidArgumentError(absl::StrFormat(
@@ -75,6 +75,8 @@ int RunDivergence(const Session& session, const DivergenceFlags& flags) {
   request.reference_dtype = reference->dtype;
   request.reference_head = reference->head;
   request.reference_arena = reference->arena.get();
+  if (reference->head_version != 0)
+    request.params.set_reference_head_version(reference->head_version);
   if (reference->head.empty()) {
     request.reference_logits = {reference->payload};
     if (request.vocab == 0) request.vocab = reference->width;

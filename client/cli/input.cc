@@ -111,7 +111,8 @@ void Input::SetRow(absl::Span<const float> state, const v1::Head& to) {
   payload = computed;
 }
 
-absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix) {
+absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix,
+                               bool takes_text) {
   const bool hidden = !flags.hidden.empty();
   if (hidden && flags.head.empty()) {
     return absl::InvalidArgumentError(
@@ -120,8 +121,9 @@ absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefi
                         prefix, prefix));
   }
   if (!hidden && !flags.head.empty()) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%shead next to %slogits; allowed with %shidden or a text", prefix, prefix, prefix));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%shead next to %slogits; allowed with %shidden%s", prefix, prefix, prefix,
+                        takes_text ? " or a text" : ""));
   }
   absl::StatusOr<client::FileTensor> loaded =
       client::LoadMatrix(hidden ? flags.hidden : flags.logits);
@@ -130,6 +132,7 @@ absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefi
                  .rows = loaded->shape[0],
                  .width = loaded->shape[1],
                  .head = flags.head,
+                 .head_version = flags.head_version,
                  .payload = loaded->bytes};
   input.tensor = *std::move(loaded);
   return input;
@@ -163,6 +166,7 @@ absl::StatusOr<Input> LoadPrompt(const InputFlags& flags) {
   absl::StatusOr<client::LanguageModel> model = LoadModel(flags.model);
   if (!model.ok()) return model.status();
   Input input;
+  input.head_version = flags.head_version;
   input.model = std::make_unique<client::LanguageModel>(*std::move(model));
   input.tokens = input.model->Tokenize(flags.text);
   return input;

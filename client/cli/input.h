@@ -39,8 +39,9 @@ int NoHead(const Session& session, const absl::Status& status);
 struct Input {
   v1::DType dtype = v1::DTYPE_F32;
   int64_t rows = 0;
-  int64_t width = 0;  // of a row: the vocabulary, or a hidden state
-  std::string head;   // of hidden states; empty: logits
+  int64_t width = 0;         // of a row: the vocabulary, or a hidden state
+  std::string head;          // of hidden states; empty: logits
+  int64_t head_version = 0;  // that it must have; 0: any
   absl::string_view payload;
 
   client::FileTensor tensor;                     // of a file
@@ -67,6 +68,7 @@ struct Input {
     request->dtype = dtype;
     request->rows = rows;
     request->head = head;
+    if (head_version != 0) request->params.set_head_version(head_version);
     request->arena = arena.get();
     (head.empty() ? request->vocab : request->hidden_size) = width;
     (head.empty() ? request->logits : request->hidden) = {payload};
@@ -76,9 +78,10 @@ struct Input {
 // For an error of MoveToArena: complains, and returns the exit code.
 int NoArena(const Session& session, const absl::Status& status);
 
-// The rows of --logits or --hidden; `prefix` is what their names begin with. INVALID_ARGUMENT also
-// for flags that do not go together.
-absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix = "--");
+// The rows of --logits or --hidden; `prefix` is what their names begin with, `takes_text` whether
+// the command takes a text too. INVALID_ARGUMENT also for flags that do not go together.
+absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix = "--",
+                               bool takes_text = true);
 
 // The token ids in a file, the value of `flag`.
 absl::StatusOr<std::vector<int32_t>> LoadIds(const std::string& flag, const std::string& file);

@@ -51,8 +51,8 @@ constexpr char kSampleHelp[] =
 Hidden states need a head that the server has loaded, and its dtype. After a prompt, --model sends
 its logits, or with --head its hidden state.
 
-The steps are, in this order: logit bias, penalties, allowed tokens, temperature, min-p, top-k,
-top-p, draw. The same seed and position always draw the same token. Parameters come as flags or
+The steps are, in this order: logit bias, penalties, allowed tokens, temperature, top-n-sigma,
+min-p, top-k, top-p, typical-p, xtc, draw or watermark. The same seed and position always draw the same token. Parameters come as flags or
 from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the file. JSON output has
 the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
 constexpr char kSampleExamples[] =
@@ -265,6 +265,14 @@ void AddArenaKind(CLI::App* command, std::string* kind) {
       ->capture_default_str();
 }
 
+void AddHeadVersion(CLI::App* command, const std::string& prefix, InputFlags* input) {
+  command
+      ->add_option(prefix + "head-version", input->head_version,
+                   "the version that the head must have, or the call fails; 0: any")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(prefix + "head");
+}
+
 // Flags for where the rows come from, exactly one of `sources`.
 void AddInput(CLI::App* command, InputFlags* input, int sources, const char* head_help) {
   CLI::Option_group* group = command->add_option_group("input", "one of");
@@ -288,6 +296,7 @@ void AddInput(CLI::App* command, InputFlags* input, int sources, const char* hea
       ->capture_default_str();
   CLI::Option* head = command->add_option("--head", input->head, head_help);
   if ((sources & kTextFile) == 0) head->excludes(logits);
+  AddHeadVersion(command, "--", input);
   AddArena(command, &input->arena);
   AddArenaKind(command, &input->arena_kind);
 }
@@ -305,6 +314,7 @@ void AddFiles(CLI::App* command, const char* name, const std::string& prefix, In
   group->require_option(1);
   command->add_option(prefix + "head", input->head,
                       "a head that the server has loaded; required with " + prefix + "hidden");
+  AddHeadVersion(command, prefix, input);
 }
 
 void AddParameters(CLI::App* command, std::vector<ParameterFlag>* flags) {

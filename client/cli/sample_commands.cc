@@ -73,8 +73,8 @@ int RunSample(const Session& session, const SampleFlags& flags) {
   if (absl::Status moved = input->MoveToArena(flags.input, flags.input.ring); !moved.ok()) {
     return NoArena(session, moved);
   }
-  input->Fill(&request);
   request.params = *std::move(params);
+  input->Fill(&request);
   const absl::StatusOr<client::SampleResult> result =
       input->ring == nullptr ? session.client().Sample(request) : input->ring->Sample(request);
   if (!result.ok()) return session.CallFailed(result.status());

@@ -86,7 +86,7 @@ absl::Status SetDrafts(const VerifyFlags& flags, int64_t rows, v1::VerifyRequest
 }  // namespace
 
 int RunVerify(const Session& session, const VerifyFlags& flags) {
-  absl::StatusOr<Input> input = LoadFile(flags.input);
+  absl::StatusOr<Input> input = LoadFile(flags.input, "--", /*takes_text=*/false);
   if (!input.ok()) return BadInput(input.status());
   int64_t vocab = input->width;
   if (!flags.input.head.empty()) {
@@ -103,8 +103,8 @@ int RunVerify(const Session& session, const VerifyFlags& flags) {
     return NoArena(session, moved);
   }
   client::VerifyRequest request;
-  input->Fill(&request);
   request.params = *std::move(params);
+  input->Fill(&request);
   const absl::StatusOr<client::VerifyResult> result = session.client().Verify(request);
   if (!result.ok()) return session.CallFailed(result.status());
   return session.Show(VerifyOutput{.result = &*result, .asked = &request.params});

@@ -282,6 +282,14 @@ TEST_F(DivergenceTest, LogitctlPrintsRowsAndTotals) {
   EXPECT_THAT(none.err, HasSubstr("reference"));
   const Ran wrong = Logitctl({"divergence", "--logits", logits, "--reference-hidden", states});
   EXPECT_THAT(wrong.err, HasSubstr("--reference-head is missing; with --reference-hidden"));
+  const auto demanding = [&](const char* first, const char* second) {
+    return Logitctl({"divergence", "--hidden", states, "--head", "tiny", "--head-version", first,
+                     "--reference-hidden", states, "--reference-head", "tiny",
+                     "--reference-head-version", second});
+  };
+  EXPECT_EQ(demanding("1", "1").code, 0);
+  EXPECT_THAT(demanding("2", "1").err, HasSubstr("head_version: got 2, allowed 1"));
+  EXPECT_THAT(demanding("1", "2").err, HasSubstr("reference_head_version: got 2, allowed 1"));
 }
 
 // --- a server that loses streams
