@@ -43,7 +43,7 @@ struct SamplingFlags {
   std::vector<ParameterFlag> params;
   std::vector<std::string> logit_bias;  // ID=VALUE
   std::vector<int32_t> allow;           // the only tokens that may be drawn; empty: all
-  std::optional<uint64_t> seeds;        // where the rows' seeds start; none: they are in the others
+  std::optional<uint64_t> seeds;        // where the rows' seeds start; none: params or the file say
 };
 
 struct SampleFlags {

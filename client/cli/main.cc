@@ -52,9 +52,10 @@ Hidden states need a head that the server has loaded, and its dtype. After a pro
 its logits, or with --head its hidden state.
 
 The steps are, in this order: logit bias, penalties, allowed tokens, temperature, top-n-sigma,
-min-p, top-k, top-p, typical-p, xtc, draw or watermark. The same seed and position always draw the same token. Parameters come as flags or
-from a JSON file with the keys of logitd.v1.SampleRequest; a flag overrides the file. JSON output has
-the keys of logitd.v1.SampleResponse; with --text also text and top_text.)";
+min-p, top-k, top-p, typical-p, xtc, draw or watermark. The same seed and position always draw the
+same token. Parameters come as flags or from a JSON file with the keys of logitd.v1.SampleRequest; a
+flag overrides the file. JSON output has the keys of logitd.v1.SampleResponse; with --text also text
+and top_text.)";
 constexpr char kSampleExamples[] =
     R"(  logitctl sample --text "It is a truth" --seed 7 --top-k 50 --top-p 0.9 --top-logprobs 5
   logitctl sample --logits logits.npy --params params.json --seeds 7 --format json

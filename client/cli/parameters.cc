@@ -154,9 +154,9 @@ std::vector<ParameterFlag> FlagsOf(const google::protobuf::Descriptor& message,
     std::string names = absl::StrCat("--", name);
     if (absl::ConsumePrefix(&wanted, "want-")) names = absl::StrCat("--", wanted, ",", names);
     std::string help = FirstSentence(*field);
-    if (help.empty() && commented != nullptr) {
-      help = FirstSentence(*commented->FindFieldByName(field->name()));
-    }
+    const FieldDescriptor* const same =
+        commented == nullptr ? nullptr : commented->FindFieldByName(field->name());
+    if (help.empty() && same != nullptr) help = FirstSentence(*same);
     flags.push_back(
         {.field = field, .names = names, .type = TypeName(*field), .help = std::move(help)});
   }

@@ -35,7 +35,7 @@ absl::StatusOr<Request> LoadParams(const std::string& file) {
       params.hidden_size() != 0 || params.input_case() != Request::INPUT_NOT_SET) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "--params: %s has dtype, rows, vocab, logits, head, hidden_size or hidden; allowed: "
-        "parameters only (the rows come from --logits, --hidden or --text)",
+        "parameters only (the rows come from the other flags)",
         file));
   }
   return params;

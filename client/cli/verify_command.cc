@@ -25,7 +25,7 @@ absl::Status SetIds(const std::string& flag, const std::string& file,
   absl::StatusOr<std::vector<int32_t>> all = ids;
   if (!file.empty()) all = LoadIds(flag, file);
   if (!all.ok()) return all.status();
-  if (!all->empty()) to->Assign(all->begin(), all->end());
+  if (!file.empty() || !all->empty()) to->Assign(all->begin(), all->end());
   return absl::OkStatus();
 }
 

@@ -33,7 +33,8 @@ cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, c
 cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 cudaError_t Divergence(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream);
 // The top tokens alone, of rows whose norms and statuses are there.
-cudaError_t DivergenceTops(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream);
+cudaError_t TopsOfDivergence(const DivergenceArgs& args, const Scratch& scratch,
+                             cudaStream_t stream);
 
 // The linear ops. `products` belongs to the stream and has a workspace of
 // ProductWorkspaceBytes(scratch) bytes.

@@ -8,7 +8,7 @@ namespace {
 // Share of the past that stays when a slice is added.
 constexpr double kMemory = 0.9;
 
-// A slice counts with at most so many times what its kind's estimate gives it.
+// A slice counts at most so many times its kind's estimate.
 constexpr double kMostOfEstimate = 16;
 
 // Kinds kept. Clients choose vocabularies, so the number of kinds has a bound.

@@ -13,9 +13,9 @@
 namespace logitd::engine {
 
 // Thread-safe. Estimates are times on a stream: copies and kernels, without any wait. They follow
-// the last few slices of the same kind. A slice that took far longer than its kind's estimate
-// counts with a part of its time only: one that lost its core for a while must not make its kind
-// look long, while a kind that did become slower is known after a few slices.
+// the last few slices of the same kind. A slice counts at most 16 times its kind's estimate: one
+// that lost its core for a while must not make its kind look long, while a kind that did become
+// slower is known after a few slices.
 class Costs {
  public:
   // A slice: `rows` > 0 rows of `key` with `payload_bytes` took `time` on a stream. Returns what

@@ -219,7 +219,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::ClaimUpdate(const std::string
   return it->second;
 }
 
-absl::Status Heads::Refused(absl::Status why, int64_t start_ns) const {
+absl::Status Heads::CountRefused(absl::Status why, int64_t start_ns) const {
   const double seconds = static_cast<double>(MonotonicNanos() - start_ns) * 1e-9;
   if (metrics_ != nullptr) metrics_->CountHeadUpdate(why.code(), seconds);
   return why;
@@ -256,7 +256,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
   const int64_t start_ns = MonotonicNanos();
   LOGITD_RETURN_IF_ERROR(CheckRequest(request));
   const absl::StatusOr<std::shared_ptr<const Head>> claimed = ClaimUpdate(request.name);
-  if (!claimed.ok()) return Refused(claimed.status(), start_ns);
+  if (!claimed.ok()) return CountRefused(claimed.status(), start_ns);
   const Head& old = **claimed;
   HeadRequest same = request;
   same.final_norm = old.view().norm != nullptr;
@@ -276,7 +276,7 @@ absl::StatusOr<std::shared_ptr<const Head>> Heads::Update(
 absl::StatusOr<std::unique_ptr<HeadUpdate>> Heads::BeginUpdate(const std::string& name) {
   const int64_t start_ns = MonotonicNanos();
   absl::StatusOr<std::shared_ptr<const Head>> old = ClaimUpdate(name);
-  if (!old.ok()) return Refused(old.status(), start_ns);
+  if (!old.ok()) return CountRefused(old.status(), start_ns);
   std::unique_ptr<HeadUpdate> update(new HeadUpdate(this, *std::move(old), start_ns));
   const absl::Status begun = update->Begin();
   if (!begun.ok()) return OfHead(name, begun);

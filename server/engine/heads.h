@@ -35,7 +35,7 @@ struct HeadLayout;
 struct HeadInfo {
   std::string name;
   // 1 after the first load of a name. An update makes it one higher, and so does a load after an
-  // unload; the first update of a name makes it Heads::first_update, if that is more.
+  // unload; the first update of a name raises it to `first_update` of Heads, if that is more.
   int64_t version = 1;
   std::string path;          // as the last request with a path gave it
   std::string tensor;        // the weight's name in that file, e.g. "lm_head.weight"
@@ -109,8 +109,8 @@ class Heads {
  public:
   // `metrics` may be null. It and the backends of `devices` outlive this and every Head.
   // `max_bytes`: the most memory that all heads together take on each device, unloaded ones that
-  // jobs still use included. `first_update`: updates get no lower version. Another one for each
-  // process keeps an updated version from naming other numbers after a restart.
+  // jobs still use included. `first_update`: updates get no lower version. It differs between
+  // processes, so that an updated version never means other weights after a restart.
   Heads(std::shared_ptr<const Devices> devices, Metrics* metrics,
         int64_t max_bytes = std::numeric_limits<int64_t>::max(), int64_t first_update = 2);
   // With one device.
@@ -184,7 +184,7 @@ class Heads {
     return std::max(old.info().version + 1, first_update_);
   }
   // Counts an update that did not begin. Returns `why`.
-  absl::Status Refused(absl::Status why, int64_t start_ns) const;
+  absl::Status CountRefused(absl::Status why, int64_t start_ns) const;
   // Lists `head`, which replaces `old`, if it is OK; counts and logs. Returns it, or its error.
   absl::StatusOr<std::shared_ptr<const Head>> EndUpdate(
       const std::shared_ptr<const Head>& old, absl::StatusOr<std::shared_ptr<const Head>> head,

@@ -24,7 +24,7 @@ namespace {
 
 constexpr size_t kMaxWaitingLoads = 64;
 constexpr absl::Duration kProgressEvery = absl::Milliseconds(100);
-// A step of an update by leases copies pieces until it has so many bytes.
+// A step of an update by leases ends with the piece that brings it to so many bytes.
 constexpr int64_t kStepBytes = int64_t{64} << 20;
 
 v1::DType ToProto(DType dtype) {
@@ -243,10 +243,10 @@ class LoadCall final : public ChangeCall {
   v1::LoadHeadRequest request_;
 };
 
-// By a file: as a load. By leases: a message is one or more steps on the thread for leases, during
-// which the next one stays with the peer, and what the half-close asks for is another step. Between
-// steps other updates have their turn. The next message has message_timeout() from an answer on:
-// the update holds the memory of a second head.
+// By a file: as a load. By leases: the thread copies a message in steps, and other updates have
+// their turn between steps. The next message stays with the peer meanwhile. The half-close is one
+// more step. After an answer the next message has message_timeout(), because the update holds the
+// memory of a second head.
 class UpdateCall final : public ChangeCall {
  public:
   UpdateCall(http2::Stream* stream, const CallEnvironment& environment, HeadsService* service)
@@ -313,10 +313,6 @@ class UpdateCall final : public ChangeCall {
     return service().EnqueueFile(self());
   }
   bool Busy() const override { return working_ && !by_file_; }
-  void OnWritten() override {
-    if (!by_file_ && !working_ && !finished()) StartReceiveTimer();
-    ChangeCall::OnWritten();
-  }
   void OnHalfClose() override {
     if (!began_) return PlainCall::OnHalfClose();
     if (by_file_) return;
@@ -328,6 +324,10 @@ class UpdateCall final : public ChangeCall {
   void End(const absl::Status& status) override {
     ChangeCall::End(status);
     Free();
+  }
+  void Reply(const v1::UpdateHeadResponse& answer) {
+    Send(answer);
+    if (!working_ && !finished()) StartReceiveTimer();
   }
   // The update's memory is freed on the thread too.
   void Free() override {
@@ -349,7 +349,7 @@ class UpdateCall final : public ChangeCall {
     service().StopRunning(*this);
     if (next_piece_ < request_.rows_size()) return service().EnqueueLease(self());
     working_ = false;
-    if (!ended()) return OnLoop([this, answer] { Send(answer); });
+    if (!ended()) return OnLoop([this, answer] { Reply(answer); });
     if (working_.exchange(true)) return;  // Leave has enqueued a step
     if (update_ != nullptr) update_->Fail(why_ended());
     update_.reset();

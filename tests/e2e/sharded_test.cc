@@ -92,7 +92,7 @@ TEST(ShardedTest, AStreamKeepsTheReferenceThatItBeganWith) {
   ASSERT_TRUE(scorer->Divergence(Context().get(), Compared(5, 3), &third).ok());
   EXPECT_EQ(first.reference_head_version(), 1);
   EXPECT_EQ(second.reference_head_version(), 1);
-  EXPECT_EQ(third.reference_head_version(), 2);
+  EXPECT_GT(third.reference_head_version(), 1);
   for (int i = 0; i < 5; ++i) {
     EXPECT_EQ(second.forward_kl(i), first.forward_kl(i));
     EXPECT_EQ(third.forward_kl(i), first.forward_kl(i));

@@ -266,7 +266,7 @@ TEST_F(HeadsUpdateTest, AMessageAfterAPathEndsTheUpdate) {
 }
 
 TEST_F(HeadsUpdateTest, AnIdleUpdateEndsAndGivesItsMemoryBack) {
-  http2_.times.send = absl::Seconds(1);
+  http2_.times.send = absl::Seconds(3);
   stub_ = v1::Heads::NewStub(Start(folder_ + "/top"));
   auto call = Begin({ByRows(0, 10)});
   v1::UpdateHeadResponse answer;
@@ -274,7 +274,7 @@ TEST_F(HeadsUpdateTest, AnIdleUpdateEndsAndGivesItsMemoryBack) {
   ASSERT_FALSE(call->stream->Read(&answer));
   const grpc::Status status = call->stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::DEADLINE_EXCEEDED);
-  EXPECT_THAT(status.error_message(), HasSubstr("message not received within 1s"));
+  EXPECT_THAT(status.error_message(), HasSubstr("message not received within 3s"));
   ExpectUnchanged();
   EXPECT_TRUE(Becomes([&] { return Ended("DEADLINE_EXCEEDED", 1); }));
 }

@@ -372,7 +372,7 @@ class Head:
     loaded_unix_ms: int
     load_ms: int
     head_version: int
-    """1 when it was loaded; an updated head has one that no other server or start of a server gives to other weights."""
+    """1 when it was loaded. After an update no other weights have this version, also after a restart of the server."""
     shards: List[HeadShard] = field(default_factory=list)
     """Its parts where it is cut over the devices; empty: each device has all of it."""
     warnings: List[str] = field(default_factory=list)

@@ -196,7 +196,7 @@ cudaError_t HopperTops(LinearDivergenceArgs args, Products& products, const Scra
     if (norms == nullptr) return cudaErrorMemoryAllocation;
     cudaError_t error = HopperDivergences(args, scratch, stream);
     if (error == cudaSuccess)
-      error = OnPairLogits(args, &DivergenceTops, products, scratch, stream);
+      error = OnPairLogits(args, &TopsOfDivergence, products, scratch, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -304,7 +304,8 @@ cudaError_t ForTopRows(const DivergenceArgs& args, const Op& op) {
 
 }  // namespace
 
-cudaError_t DivergenceTops(const DivergenceArgs& args, const Scratch& given, cudaStream_t stream) {
+cudaError_t TopsOfDivergence(const DivergenceArgs& args, const Scratch& given,
+                             cudaStream_t stream) {
   Scratch scratch = given;
   const TopsMemory memory(std::min(args.logits.rows, kTopRows), scratch);
   if (!memory.IsThere()) return cudaErrorMemoryAllocation;
@@ -325,7 +326,7 @@ cudaError_t Divergence(const DivergenceArgs& args, const Scratch& given, cudaStr
   return ForTopRows(args, [&](DivergenceArgs part) {
     if (part.answers.norms == nullptr) part.answers.norms = norms;
     const cudaError_t error = Measure(part, scratch, stream);
-    return error == cudaSuccess ? DivergenceTops(part, scratch, stream) : error;
+    return error == cudaSuccess ? TopsOfDivergence(part, scratch, stream) : error;
   });
 }
 

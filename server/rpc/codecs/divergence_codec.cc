@@ -213,10 +213,8 @@ void DivergenceCodec::Remember(const DivergenceFields& fields) {
   first = fields;
   first.vocab = input_.vocab();  // of a head too
   if (first.reference_dtype == 0) first.reference_dtype = first.dtype;
-  for (Choice* choice : {&first.input, &first.reference}) {
-    choice->number = 0;
-    choice->message.parts.clear();
-  }
+  first.input = {};
+  first.reference = {};
   Shorten(&first.params);
 }
 

@@ -23,6 +23,10 @@ class HeadUpdateTest(LeaseTestCase):
             write_head(os.path.join(cls.root.name, name), weight)
             with logitd.Client(cls.server.unix) as client:
                 client.load_head(f"only_{name}", name)  # what each version answers
+        with logitd.Client(cls.server.unix) as client:
+            client.load_head("lm", "first")
+            client.update_head("lm", "first")  # from here on each update counts one
+            client.unload_head("lm")
 
     def setUp(self):
         super().setUp()
