@@ -58,8 +58,8 @@ struct ShardedTrainingArgs {
 // and the answers are those of the first device. Each op runs the partial on all devices at the
 // same time, gathers the blocks and merges them on the first device (kernels/shards.h), 64 MiB of
 // blocks at a time (128 on CUDA); the blocks of two heads share that. linear_verify with block
-// verification makes the logits of rows that do not fit at once anew in each of its passes. A head
-// of linear_divergence that is not cut is multiplied on the first device.
+// verification makes the logits of rows that do not fit at once anew in each of its passes. One
+// head of linear_divergence is cut at least; one that is not is multiplied on the first device.
 //
 // It also runs the two ops below, which make gradients; others are UNIMPLEMENTED.
 //

@@ -78,8 +78,8 @@ struct Input {
 // For an error of MoveToArena: complains, and returns the exit code.
 int NoArena(const Session& session, const absl::Status& status);
 
-// The rows of --logits or --hidden, whose names begin with `prefix`. `takes_text`: the command takes
-// a text too. INVALID_ARGUMENT also for flags that do not go together.
+// The rows of --logits or --hidden, whose names begin with `prefix`. `takes_text`: the command
+// takes a text too. INVALID_ARGUMENT also for flags that do not go together.
 absl::StatusOr<Input> LoadFile(const InputFlags& flags, const std::string& prefix = "--",
                                bool takes_text = true);
 

@@ -32,7 +32,7 @@ cudaError_t AttentionSoftmaxBackward(const AttentionSoftmaxBackwardArgs& args,
 cudaError_t CrossEntropy(const CrossEntropyArgs& args, const Scratch& scratch, cudaStream_t stream);
 cudaError_t CrossEntropyBackward(const CrossEntropyBackwardArgs& args, cudaStream_t stream);
 cudaError_t Divergence(const DivergenceArgs& args, const Scratch& scratch, cudaStream_t stream);
-// The top tokens alone, of rows whose norms and statuses are there.
+// Only the top tokens, of rows whose norms and statuses are there.
 cudaError_t TopsOfDivergence(const DivergenceArgs& args, const Scratch& scratch,
                              cudaStream_t stream);
 

@@ -179,11 +179,11 @@ cudaError_t OnPairLogits(const LinearDivergenceArgs& args,
   return cudaSuccess;
 }
 
-// The products are made once more for top tokens: so a row's other answers have the same bits
-// whether any row of the call wants some.
+// Makes the products again for top tokens. The other answers then have the same bits with and
+// without them.
 cudaError_t HopperTops(LinearDivergenceArgs args, Products& products, const Scratch& given,
                        cudaStream_t stream) {
-  constexpr int64_t kMostRows = 32768;  // norms of so many lie in scratch
+  constexpr int64_t kMostRows = 32768;  // DivergenceNorms of so many are in scratch
   const LinearDivergenceArgs all = args;
   for (int64_t first = 0; first < all.rows(); first += kMostRows) {
     const int64_t rows = std::min(kMostRows, all.rows() - first);

@@ -245,6 +245,7 @@ cudaError_t LinearSampleMerge(const LinearSampleMergeArgs& args, Scratch scratch
 
 cudaError_t LinearVerifyMerge(const LinearVerifyMergeArgs& args, Scratch scratch,
                               cudaStream_t stream) {
+  if (args.verify.sequence_count == 0 || args.all_rows == 0) return cudaSuccess;
   Scratch state = {.data = args.state, .bytes = VerifyStateBytes(args.all_rows)};
   const VerifySteps steps(args.verify, args.all_rows, state, stream);
   const auto verify = [&](int64_t first, const TensorView* logits, const Scratch& left) {

@@ -3,8 +3,8 @@
 // in registers and shared memory; six sums of both are left for every row and tile, and a block for
 // each row merges them. Few rows go through memory, with the same bits.
 //
-// A row whose tile has an infinity, a NaN or a number beyond f32 adds up that tile's tokens in
-// double precision, one by one.
+// A row whose tile has an infinity, a NaN or a number beyond f32, or logits beyond 2^24
+// temperatures, adds up that tile's tokens in double precision, one by one.
 //
 // Cost: both products. Memory: rows * vocab / 256 * 96 bytes, of which a third is written. Limited
 // by: the tensor cores at the clock that the power limit allows; few rows by HBM. Measured (bench/
@@ -22,14 +22,13 @@
 #include "kernels/cuda/linear/hopper/kernels.h"
 #include "kernels/cuda/linear/hopper/middle_plan.h"
 #include "kernels/cuda/linear/hopper/product.cuh"
-#include "kernels/cuda/rows/exponential.cuh"
+#include "kernels/cuda/loss/pair_sums.cuh"
 #include "kernels/cuda/rows/reductions.cuh"
 #include "kernels/divergence_sums.h"
 
 namespace logitd::cuda::hopper {
 
-// As in kernels/divergence_sums.h, x is the first head's and y the reference's; here they are sums
-// of products, before the head's scale.
+// As in kernels/divergence_sums.h, x is the first head's and y the reference's.
 
 // ---- what tiles leave --------------------------------------------------------------------------
 
@@ -58,7 +57,7 @@ struct PairParams {
   float4* aside;         // [blocks, 2, kRowVectors, kKeepThreads]: x and y of rows that need care
   PairTile* tiles;       // [rows, row_tiles]
   CarefulTile* careful;  // [rows, row_tiles]
-  float* x_targets;      // [rows]: the sums of targets
+  float* x_targets;      // [rows]: the logits of targets
   float* y_targets;
   float x_scale, y_scale;  // of the heads
   int32_t row_tiles;
@@ -66,33 +65,11 @@ struct PairParams {
 
 // ---- the sums of a row's tile ------------------------------------------------------------------
 
-struct PairSums {
-  float x_sum = 0, y_sum = 0;
-  float x_moment = 0, y_moment = 0;
-  float x_apart = 0, y_apart = 0;
-
-  __device__ void Add(float a, float b) {
-    const float x_weight = Exp2(a), y_weight = Exp2(b), apart = a - b;
-    x_sum += x_weight;
-    y_sum += y_weight;
-    x_moment = fmaf(x_weight, a, x_moment);
-    y_moment = fmaf(y_weight, b, y_moment);
-    x_apart = fmaf(x_weight, apart, x_apart);
-    y_apart = fmaf(y_weight, -apart, y_apart);
-  }
-};
-
-// From a head's scale and a temperature, what turns a sum into an exponent of 2.
-__device__ inline float FactorOf(float scale, float temperature) {
-  return __fmul_rn(scale, DivergenceScale(temperature));
-}
-
 struct TwoTokens {
   float x[2], y[2];
 };
 
-// What the four threads of a row know of it. Each has 64 of the tile's 256 tokens: those of
-// TokenOf().
+// A row, as its four threads see it. Each has 64 of the tile's 256 tokens: those of TokenOf().
 struct PairRow {
   int r;  // -1: there is no such row
   int target = kIgnoredTarget;
@@ -105,13 +82,13 @@ struct PairRow {
     const DivergenceRow& ask = p.rows[r];
     if (ask.active == 0) return;
     target = ask.target;
-    x_factor = FactorOf(p.x_scale, ask.temperature);
-    y_factor = FactorOf(p.y_scale, ask.reference_temperature);
+    x_factor = DivergenceScale(ask.temperature);
+    y_factor = DivergenceScale(ask.reference_temperature);
   }
   __device__ float XShift() const { return __fmul_rn(x_max, x_factor); }
   __device__ float YShift() const { return __fmul_rn(y_max, y_factor); }
 
-  // A sum for tokens after the vocabulary: its exponent is about -256, and its power 0.
+  // A logit for tokens after the vocabulary: its exponent is about -256, and its power 0.
   __device__ static float Fill(float shift, float factor) { return (shift - 256.0f) / factor; }
 
   // Leaves the sums of the tile at `first`, by whole warps. pairs(i) is two of the thread's tokens,
@@ -151,21 +128,19 @@ struct PairRow {
   __device__ void SumWithCare(const PairParams& p, bool careful, int first, int vocab, int lane,
                               const Again& again) const {
     const DivergenceRow ask = p.rows[max(r, 0)];
-    const float x_top = __fmul_rn(x_max, p.x_scale), y_top = __fmul_rn(y_max, p.y_scale);
     DivergenceSums sums;
     int nan = kNoToken;
 #pragma unroll 1
     for (int i = 0; careful && i < kRowSums; ++i) {
       const int token = first + TokenOf(lane, i);
       if (token >= vocab) break;
-      const float2 pair = again(i);
-      const float x = __fmul_rn(pair.x, p.x_scale), y = __fmul_rn(pair.y, p.y_scale);
+      const auto [x, y] = again(i);
       if (isnan(x) || isnan(y)) {
         nan = min(nan, token);
         continue;
       }
-      const double a = BelowMax(x, x_top, ask.temperature);
-      const double b = BelowMax(y, y_top, ask.reference_temperature);
+      const double a = BelowMax(x, x_max, ask.temperature);
+      const double b = BelowMax(y, y_max, ask.reference_temperature);
       AddToken(sums, a, b, exp(a), exp(b));
     }
     const auto sum_over_quad = [](double& sum) {
@@ -212,6 +187,7 @@ struct PairEpilogue {
 
   __device__ void Keep(float (&acc)[kThreadSums], int first, int lane) {
     if (!HasRows()) return;
+    MakeLogits(acc, p.x_scale);
     TakeTargets(acc, p.x_targets, first, lane);
     upper.x_max = TakeMax<0>(acc, upper.x_factor, first, lane);
     lower.x_max = TakeMax<1>(acc, lower.x_factor, first, lane);
@@ -228,6 +204,7 @@ struct PairEpilogue {
 
   __device__ void Take(float (&acc)[kThreadSums], int first, int lane) {
     if (!HasRows()) return;
+    MakeLogits(acc, p.y_scale);
     TakeTargets(acc, p.y_targets, first, lane);
     upper.y_max = TakeMax<0>(acc, upper.y_factor, first, lane);
     lower.y_max = TakeMax<1>(acc, lower.y_factor, first, lane);
@@ -264,6 +241,12 @@ struct PairEpilogue {
     row.Sum<kRowSums / 2>(p, first, vocab, lane, pairs, set_aside, again);
   }
 
+  __device__ static void MakeLogits(float (&acc)[kThreadSums], float scale) {
+    if (scale == 1) return;
+#pragma unroll
+    for (float& x : acc) x = __fmul_rn(x, scale);
+  }
+
   __device__ void TakeTargets(const float (&acc)[kThreadSums], float* targets, int first,
                               int lane) const {
     const int places[2] = {upper.target - first, lower.target - first};
@@ -276,7 +259,7 @@ struct PairEpilogue {
     }
   }
 
-  // The row's largest sum of the tile at `first`. Fills in tokens from `vocab` on.
+  // The row's largest logit of the tile at `first`. Fills in tokens from `vocab` on.
   template <int half>
   __device__ float TakeMax(float (&acc)[kThreadSums], float factor, int first, int lane) const {
     const auto fill = [&](float value) {
@@ -293,7 +276,7 @@ struct PairEpilogue {
   }
 };
 
-// ---- from sums in memory -----------------------------------------------------------------------
+// ---- from logits in memory ---------------------------------------------------------------------
 
 struct PairMemory {
   const float* x;  // [rows, stride]
@@ -384,15 +367,15 @@ __device__ inline void AddTile(DivergenceSums& to, const DivergenceSums& tile, d
   }
 }
 
+constexpr double kLn2InDouble = 0.69314718055994530942;
+
 // a of a row, of the shift of a tile whose sums are plain.
 __device__ inline double ShiftBelowMax(float tile_max, float row_max, float factor) {
-  constexpr double kLn2InDouble = 0.69314718055994530942;
   if (row_max == kInfinity) return -kInfinity;
   return kLn2InDouble * (double{__fmul_rn(tile_max, factor)} - double{row_max} * double{factor});
 }
 
 __device__ inline DivergenceSums InNaturalUnits(const PairTile& tile) {
-  constexpr double kLn2InDouble = 0.69314718055994530942;
   return {.x_sum = tile.x_sum,
           .y_sum = tile.y_sum,
           .x_moment = kLn2InDouble * tile.x_moment,
@@ -401,15 +384,6 @@ __device__ inline DivergenceSums InNaturalUnits(const PairTile& tile) {
           .y_apart = kLn2InDouble * tile.y_apart};
 }
 
-__device__ inline DivergenceSums MergeLanes(const DivergenceSums& lane) {
-  return {.x_sum = WarpSum(lane.x_sum),
-          .y_sum = WarpSum(lane.y_sum),
-          .x_moment = WarpSum(lane.x_moment),
-          .y_moment = WarpSum(lane.y_moment),
-          .x_apart = WarpSum(lane.x_apart),
-          .y_apart = WarpSum(lane.y_apart),
-          .found = static_cast<int32_t>(__reduce_or_sync(kFullWarp, lane.found))};
-}
 __device__ inline void Add(DivergenceSums& to, const DivergenceSums& more) {
   to.x_sum += more.x_sum;
   to.y_sum += more.y_sum;
@@ -420,7 +394,7 @@ __device__ inline void Add(DivergenceSums& to, const DivergenceSums& more) {
   to.found |= more.found;
 }
 
-// A row's largest sums, and its first NaN.
+// A row's largest logits, and its first NaN.
 struct PairTop {
   float x_max = -kInfinity, y_max = -kInfinity;
   int32_t nan = kNoToken;
@@ -456,17 +430,15 @@ __global__ void __launch_bounds__(kFinishThreads)
     if (threadIdx.x == 0) AnswerNan(args.answers, r, top.nan);
     return;
   }
-  DivergenceRows of = {.x_max = __fmul_rn(top.x_max, p.x_scale),
-                       .y_max = __fmul_rn(top.y_max, p.y_scale)};
-  const float x_factor = FactorOf(p.x_scale, ask.temperature);
-  const float y_factor = FactorOf(p.y_scale, ask.reference_temperature);
+  DivergenceRows of = {.x_max = top.x_max, .y_max = top.y_max};
+  const float x_factor = DivergenceScale(ask.temperature);
+  const float y_factor = DivergenceScale(ask.reference_temperature);
   DivergenceSums sums;
   for (int i = threadIdx.x; i < p.row_tiles; i += kFinishThreads) {
     const PairTile tile = tiles[i];
     if (isnan(tile.x_sum)) {
-      AddTile(sums, careful[i].sums,
-              BelowMax(__fmul_rn(tile.x_max, p.x_scale), of.x_max, ask.temperature),
-              BelowMax(__fmul_rn(tile.y_max, p.y_scale), of.y_max, ask.reference_temperature));
+      AddTile(sums, careful[i].sums, BelowMax(tile.x_max, of.x_max, ask.temperature),
+              BelowMax(tile.y_max, of.y_max, ask.reference_temperature));
     } else {
       AddTile(sums, InNaturalUnits(tile), ShiftBelowMax(tile.x_max, top.x_max, x_factor),
               ShiftBelowMax(tile.y_max, top.y_max, y_factor));
@@ -481,9 +453,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   of.x_log = log(sums.x_sum);
   of.y_log = log(sums.y_sum);
   if (ask.target != kIgnoredTarget) {
-    of.x_target = BelowMax(__fmul_rn(p.x_targets[r], p.x_scale), of.x_max, ask.temperature);
-    of.y_target =
-        BelowMax(__fmul_rn(p.y_targets[r], p.y_scale), of.y_max, ask.reference_temperature);
+    of.x_target = BelowMax(p.x_targets[r], of.x_max, ask.temperature);
+    of.y_target = BelowMax(p.y_targets[r], of.y_max, ask.reference_temperature);
   }
   AnswerWhole(args.answers, r, ask, sums, of);
 }
@@ -499,7 +470,7 @@ int64_t AsideVectors(const Scratch& scratch) {
 int64_t FixedBytes(const Scratch& scratch) {
   return AsideVectors(scratch) * static_cast<int64_t>(sizeof(float4)) + kSlackBytes;
 }
-// What a row leaves.
+// Bytes that a row leaves.
 int64_t RowBytes(int64_t vocab) {
   return CeilDiv(vocab, kTile) * static_cast<int64_t>(sizeof(PairTile) + sizeof(CarefulTile)) +
          2 * static_cast<int64_t>(sizeof(float));
@@ -536,8 +507,7 @@ cudaError_t SumThroughMemory(const LinearDivergenceArgs& args, const PairParams&
   float* const x = scratch.Take<float>(static_cast<size_t>(rows * stride));
   float* const y = scratch.Take<float>(static_cast<size_t>(rows * stride));
   if (x == nullptr || y == nullptr) return cudaErrorMemoryAllocation;
-  const auto make = [&](const TensorView& hidden, HeadView head, float* to) {
-    head.scale = 1.0f;  // sums, not logits
+  const auto make = [&](const TensorView& hidden, const HeadView& head, float* to) {
     return Logits(hidden, head, to, stride, scratch, stream);
   };
   cudaError_t error = make(args.hidden, args.head, x);
