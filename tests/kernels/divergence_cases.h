@@ -121,6 +121,7 @@ inline const std::vector<DivergenceClaim>& DivergenceClaims() {
 // "" where the claim holds in every type that holds its logits, within rounding of those.
 inline std::string BrokenClaim(OpRunner& runner, const DivergenceClaim& claim) {
   for (const DType dtype : kAllDTypes) {
+    if (dtype == DType::kF16 && claim.ask.temperature > 65504) continue;  // so are its logits
     const auto got = runner.Divergence(TensorOf(dtype, 1, claim.logits),
                                        TensorOf(dtype, 1, claim.reference), {claim.ask});
     if (!got.ok()) return got.status().ToString();
@@ -613,12 +614,11 @@ inline std::string FirstHeadPairDifference(OpRunner& runner, const HeadPairCase&
     if (c.fill == PairFill::kThirds && r % 3 == 0) rows[r].temperature = 0.01f;
     if (c.fill == PairFill::kSame) rows[r].reference_temperature = rows[r].temperature;
   }
-  const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
-  if (!got.ok()) return absl::StrFormat("%s: %s", Describe(c), got.status().ToString());
   std::vector<DivergenceRow> asking = rows;
   AskForTops(c.vocab, random, &asking);
+  const auto got = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, rows);
   const auto with_tops = runner.LinearDivergence(x.hidden, x.head, y.hidden, y.head, asking);
-  if (!with_tops.ok()) return absl::StrFormat("%s: %s", Describe(c), with_tops.status().ToString());
+  if (!got.ok() || !with_tops.ok()) return Describe(c) + ": fails";
   for (int64_t r = 0; r < c.rows; ++r) {
     if (rows[r].active == 0) continue;
     const auto vocab = static_cast<double>(c.vocab);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 #include <string>
@@ -244,9 +245,14 @@ TEST(CheckSampleTest, EveryFractionIsRefusedOutsideItsRange) {
       row.*(*member) = value;
       const absl::Status got = CheckSample({.vocab = 100, .params = {&row, 1}});
       EXPECT_EQ(got.code(), absl::StatusCode::kInvalidArgument) << param.name << " " << value;
-      EXPECT_THAT(std::string(got.message()),
-                  ::testing::StartsWith(
-                      absl::StrFormat("%s: got %g at row 0, allowed ", param.name, value)));
+      const std::string begin = absl::StrFormat("%s: got ", param.name);
+      const std::string text(got.message());
+      ASSERT_THAT(text, ::testing::AllOf(::testing::StartsWith(begin),
+                                         ::testing::HasSubstr(" at row 0, allowed ")));
+      char* end = nullptr;
+      const float shown = std::strtof(text.c_str() + begin.size(), &end);
+      EXPECT_TRUE(shown == value || (std::isnan(shown) && std::isnan(value))) << text;
+      EXPECT_THAT(end, ::testing::StartsWith(" at row 0"));
     }
     EXPECT_FALSE(std::isfinite(param.default_value) &&
                  (param.default_value < low || param.default_value > high))

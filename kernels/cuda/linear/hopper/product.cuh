@@ -12,7 +12,7 @@
 // power limit allows; up to 128 rows by HBM. Measured: loss.cu, divergence.cu.
 // Dropped: 64 rows in place of 128 after the blocks (129 rows 2x); L2 hints, sets of 4 to 16 MB,
 // clusters in step (the same); weights asked into L2 ahead (200 rows 5 to 18% slower); copies of
-// absent rows.
+// absent rows; one array of sums for both products (it hangs).
 #ifndef LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 #define LOGITD_KERNELS_CUDA_LINEAR_HOPPER_PRODUCT_CUH_
 
@@ -332,7 +332,7 @@ struct SumsPlace {
   std::byte* shared;  // kSharedBytes of the epilogue, of the block
 };
 
-// An epilogue that has Keep() is of two products.
+// An epilogue that has Keep() takes two products.
 template <class Epilogue>
 constexpr int kProductsOf = requires(Epilogue epilogue, float (&acc)[kThreadSums]) {
   epilogue.Keep(acc, 0, 0);
