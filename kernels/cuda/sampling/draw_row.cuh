@@ -5,7 +5,7 @@
 // Cost of what few rows ask for, 64 x 131072 f32, floor one read, 7.4 us: xtc 36 us, typical_p 44,
 // where the list holds what is left; 396 and 862 (1%) on flat rows without another filter, which
 // are read four times and more. top_n_sigma is one more read: 84 us (unfiltered 19), 512 rows 340
-// (floor 59, 17%). Measured: bench/results/h200/sample_0e830760.json.
+// (floor 59, 17%). Measured: bench/results/h200/sample_b5435172.json.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_DRAW_ROW_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_DRAW_ROW_CUH_
 

@@ -5,7 +5,7 @@
 // Else a warp a draw, which reads one cell; of filtered rows one more read of the row before.
 // 64 x 131072 f32, floor one read, 7.4 us: 16 draws from a list 38 us (20%; without draws 23, by a
 // kernel with less code), unfiltered 54 (without 19), of a flat top_p 192 (without 87).
-// Measured: bench/results/h200/sample_0e830760.json.
+// Measured: bench/results/h200/sample_b5435172.json.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_DRAWS_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_DRAWS_CUH_
 

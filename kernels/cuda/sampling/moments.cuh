@@ -4,7 +4,7 @@
 //
 // Cost: one read of the row for each sum; entropies are two, of the row as sent and of what it is
 // drawn from. 131072 f32 with both: 64 rows 122 us (floor 7.4), 512 unfiltered 509 (floor 59, 12%;
-// without them 71). Measured: bench/results/h200/sample_0e830760.json.
+// without them 71). Measured: bench/results/h200/sample_b5435172.json.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_MOMENTS_CUH_
 

@@ -10,7 +10,7 @@
 // or the report look at it again. Beyond the list a top_k reads it once more and a ninth, a top_p
 // twice more, a rank what reaches it; sums of moments.cuh once more each, more than 128 top tokens
 // three times more. Limited by: as softmax_topk, the latencies that end a row.
-// 512 x 131072 f32: 74% of one read (bench/results/h200/sample_0e830760.json).
+// 512 x 131072 f32: 74% of one read (bench/results/h200/sample_b5435172.json).
 // Tried and dropped: edits in one route, on the way and without writing (history and mask 218 us
 // for 118); one kernel for plain and edited rows (64 plain rows 34 us), or for edited rows and
 // those that AsksMore (sample_edited.json: 64 rows with history and mask 48 us for 44.5); the first

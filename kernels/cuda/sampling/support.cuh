@@ -4,7 +4,7 @@
 // Cost: where the sorted list does not hold what is asked for, one more read of the row for the
 // size and one for the keys; two or three between them where the support is longer than asked for.
 // 64 x 131072 f32, floor one read, 7.4 us: 64 tokens of a list 34 us (21%; without a support 23),
-// 1024 of a flat top_p 371 (2%; without 87). Measured: bench/results/h200/sample_0e830760.json.
+// 1024 of a flat top_p 371 (2%; without 87). Measured: bench/results/h200/sample_b5435172.json.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_SUPPORT_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_SUPPORT_CUH_
 

@@ -10,7 +10,7 @@
 // 16 sequences of 5 drafts, nearly all refused, 96 x 131072 f32, top_k 50, floor one read, 11 us:
 // greedy drafts 35 us (32%), lists of 64 tokens 103 (11%), by blocks 272; lists, unfiltered, 361.
 // Through a head of 4096 x 128256 in bf16 389 us, 69% of its product, by blocks 556.
-// Measured: bench/results/h200/sample_0e830760.json.
+// Measured: bench/results/h200/sample_b5435172.json.
 #include "kernels/cuda/sampling/verify.h"
 
 #include "kernels/cuda/launch.cuh"

@@ -5,7 +5,7 @@
 // reads the row once more, unless its sorted list holds what the filters leave.
 // Rows of 131072 f32, floor one read: 64 rows by their list 38 us (floor 7.4, 19%), unfiltered 229;
 // 512 rows unfiltered 734 (floor 59, 8%; without a watermark 71).
-// Measured: bench/results/h200/sample_0e830760.json.
+// Measured: bench/results/h200/sample_b5435172.json.
 #ifndef LOGITD_KERNELS_CUDA_SAMPLING_WATERMARK_CUH_
 #define LOGITD_KERNELS_CUDA_SAMPLING_WATERMARK_CUH_
 
