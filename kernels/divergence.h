@@ -14,7 +14,7 @@ namespace logitd {
 
 inline constexpr int32_t kMaxDivergenceTopLogprobs = 1024;
 
-// What one row asks for, and where its lists of answers are. All bytes zero: the row is skipped,
+// One row's parameters, and the places of its lists of answers. All bytes zero: the row is skipped,
 // and nothing is written for it.
 struct DivergenceRow {
   int32_t active;                     // 1; 0 = skip the row
@@ -45,8 +45,8 @@ struct DivergenceNorms {
   double log_sum, reference_log_sum;  // ln sum exp((logit - max) / temperature)
 };
 
-// Where the answers go; shared with linear_divergence. Each is [rows], except the top tokens, which
-// are [entries]; logarithms are natural.
+// Output arrays, shared with linear_divergence. Each is [rows], except the top tokens, which are
+// [entries]; logarithms are natural.
 struct DivergenceAnswers {
   float* forward_kl = nullptr;
   float* reverse_kl = nullptr;

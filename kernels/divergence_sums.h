@@ -1,4 +1,4 @@
-// What cells of two rows leave for divergence, how it is merged, the answers from it, and the
+// divergence's sums of a cell of two rows, their merge, the answers from them, and the
 // log-probabilities of top tokens. Host and device include this file.
 #ifndef LOGITD_KERNELS_DIVERGENCE_SUMS_H_
 #define LOGITD_KERNELS_DIVERGENCE_SUMS_H_
@@ -131,7 +131,7 @@ struct DivergenceTops {
             to.reference_top_logprobs};
   }
 
-  // What softmax_topk is asked for. Only its order counts, so the temperature does not.
+  // The row's parameters of softmax_topk. Only the order is used, so any temperature serves.
   constexpr SoftmaxTopKRow Ask(const DivergenceRow& row) const {
     const bool is_first = input == DivergenceInput::kFirst;
     const int32_t k = is_first ? row.top_logprobs : row.reference_top_logprobs;

@@ -50,7 +50,7 @@ struct HeadStates {
 };
 using StatesList = absl::InlinedVector<HeadStates, 2>;  // of one vocabulary, and one or two
 
-// The logits of as many hidden states as the first device has them.
+// Logits on the first device: in blocks, or whole.
 struct ExchangedLogits {
   SamplePartialShape shape;           // of those that are in blocks, in their order
   const std::byte* blocks = nullptr;  // null: none are
@@ -106,9 +106,10 @@ class ShardedOps : public ShardedStream {
   virtual absl::Status ExchangeBlocks(size_t bytes) = 0;
   virtual absl::Status ExchangeTargets(size_t bytes) = 0;
   virtual std::byte* blocks() const = 0;  // of all shards, on the first device
-  // What blocks() has of a row where logits are exchanged, and the exchange: rows that there is
-  // room for. Incomplete where the work is abandoned.
+  // Bytes of blocks() that a row of exchanged logits takes.
   virtual size_t LogitsBytes(const StatesList& states) const;
+  // Makes the logits of all rows of `states`, for which there is room. Incomplete where the work is
+  // abandoned.
   virtual absl::StatusOr<ExchangedLogits> ExchangeLogits(const StatesList& states);
   // Memory for the merges of a linear_verify of so many rows, if the device needs any.
   virtual absl::StatusOr<std::byte*> VerifyState(int64_t rows) = 0;

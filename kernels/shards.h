@@ -173,7 +173,7 @@ constexpr int VerifyMergePasses(const VerifyArgs& verify, bool is_host) {
   return !verify.blocks ? 1 : is_host ? 2 : 3;
 }
 
-// Bytes of device memory that the merges of a call hand on, of `rows` rows in all.
+// Bytes of device memory that one merge of a call leaves for the next; the call has `rows` rows.
 constexpr size_t VerifyStateBytes(int64_t rows) {
   return (size_t{32} << 10) + static_cast<size_t>(rows) * 64;
 }

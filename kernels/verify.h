@@ -108,7 +108,7 @@ struct VerifyArgs {
   const float* draft_probs = nullptr;         // of all drafts
   const VerifySequence* sequences = nullptr;  // [sequence_count]; every active row is in one
   int64_t sequence_count = 0;
-  bool blocks = false;          // some sequence's; then sample.edited and asks_more are true
+  bool blocks = false;          // of any sequence; needs sample.edited, sample.asks_more
   int32_t* accepted = nullptr;  // [sequence_count], drafts accepted; the bonus token's row
 };
 

@@ -37,7 +37,7 @@ constexpr absl::Duration kJoinFor = absl::Seconds(30);
 // After an error of one the others get at least as long, also at the start of the stream.
 constexpr absl::Duration kDrainFor = absl::Seconds(2);
 
-// What the first device has of the head.
+// The first device's part of the head.
 const HeadView& PartOf(const HeadView& head) {
   return head.shards == nullptr ? head : head.shards[0];
 }

@@ -187,8 +187,7 @@ inline v1::TopKRequest Top(int64_t rows, uint32_t seed) {
   return request;
 }
 
-// What the calls of four threads get, by thread and call; with those of Divergence where they are
-// wanted.
+// The answers that four threads get, by thread and call. `divergence`: Divergence is called too.
 inline std::vector<std::vector<std::string>> Answers(const ServerProcess& server,
                                                      bool divergence = false) {
   constexpr int kThreads = 4;

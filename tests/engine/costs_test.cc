@@ -1,4 +1,4 @@
-// What slices teach about the time of later ones.
+// Estimates of a slice's time from earlier slices.
 #include "server/engine/costs.h"
 
 #include <gtest/gtest.h>

@@ -54,7 +54,7 @@ const OpTraits kTop1 = {
                                                 .status = batch.Out(kOutStatus)}});
     }};
 
-// The same of the second head.
+// An op that answers the best token of its second head.
 const OpTraits kTop1OfReference = {.name = "top1_of_reference",
                                    .inputs = kInputs,
                                    .outputs = kOutputs,
@@ -152,7 +152,7 @@ class ShardedTest : public EngineFixtureOn<ShardBackend> {
   std::shared_ptr<TopJob> Submit(const std::shared_ptr<const Head>& head, int64_t rows = 1) {
     return EngineFixtureOn::Submit(std::make_shared<TopJob>(head, rows));
   }
-  // Of a sharded reference, beside `head`.
+  // Submits a job with a sharded second head; `head` is its first.
   std::shared_ptr<TopJob> SubmitReference(const std::shared_ptr<const Head>& head,
                                           int64_t rows = 1) {
     return EngineFixtureOn::Submit(std::make_shared<TopJob>(head, rows, sharded_));

@@ -594,7 +594,7 @@ inline std::vector<HeadPairCase> HeadPairCases() {
   return cases;
 }
 
-// The hidden states of row r alone.
+// A matrix of one row: row r of the hidden states.
 inline HostTensor StatesOf(const LinearInput& input, int64_t r) {
   HostTensor row = AlignedTensor(input.hidden.dtype(), 1, input.hidden.cols(), 0);
   for (int64_t d = 0; d < input.hidden.cols(); ++d) row.Set(0, d, input.hidden.At(r, d));

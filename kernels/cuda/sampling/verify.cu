@@ -17,6 +17,7 @@
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/sampling/report.cuh"
 #include "kernels/cuda/sampling/sample_row.cuh"
+#include "kernels/shards.h"
 
 namespace logitd::cuda {
 namespace {
@@ -113,6 +114,9 @@ __global__ void CountAcceptedKernel(const __grid_constant__ SampleArgs args,
 }
 
 }  // namespace
+
+// A merge on a sharded head has this memory for the pieces below.
+static_assert(VerifyStateBytes(1) - VerifyStateBytes(0) >= 2 + sizeof(BlockRow));
 
 VerifySteps::VerifySteps(const VerifyArgs& args, int64_t rows, Scratch& scratch,
                          cudaStream_t stream)

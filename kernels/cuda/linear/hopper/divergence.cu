@@ -9,8 +9,8 @@
 // Cost: both products. Memory: rows * vocab / 256 * 96 bytes, of which a third is written. Limited
 // by: the tensor cores at the clock that the power limit allows; few rows by HBM. Measured (bench/
 // results/h200/divergence.json), over two bare products, 128256 x 4096: 4096 rows 0.97 (f16 1.02,
-// hidden 2048 1.04; 1.03, 1.02, 1.07 on another card), 8192 1.05, 1024 1.01, 300 1.20, 256 1.07,
-// 64 0.94, 1 row 1.03.
+// hidden 2048 1.04), 8192 1.05, 1024 1.01, 300 1.20, 256 1.07, 64 0.94, 1 row 1.03. Another card
+// (divergence_738c3b18.json): 4096 rows 1.03, f16 1.02, hidden 2048 1.07.
 // Dropped: the first tile in L2 (1.06: HBM reads 20.8 GB for 11.4), L2 hints for weights or states
 // (3% slower), sets of 12 MB (3%), 224 registers to multiply (1%).
 #include <algorithm>
@@ -29,7 +29,7 @@
 
 namespace logitd::cuda::hopper {
 
-// As in kernels/divergence_sums.h, x is the first head's and y the reference's.
+// x is the first head's and y the reference's, as in kernels/divergence_sums.h.
 
 // ---- what tiles leave --------------------------------------------------------------------------
 
