@@ -54,6 +54,19 @@ function(logitd_library name)
   logitd_compile_options(${name})
 endfunction()
 
+# logitd_shared_library(name output abi dir map): lib<output>.so.<abi> of a directory. It exports what `map`, a version
+# script, names: Abseil and our other libraries are inside, and no other program's copy of them is ever taken for theirs.
+function(logitd_shared_library name output abi dir map)
+  logitd_glob(sources *.cc ${dir})
+  add_library(${name} SHARED ${sources})
+  target_compile_features(${name} PUBLIC cxx_std_20)
+  logitd_compile_options(${name})
+  set_target_properties(${name} PROPERTIES OUTPUT_NAME ${output} SOVERSION ${abi} VERSION ${abi}.0
+                        LINK_DEPENDS ${CMAKE_SOURCE_DIR}/${map})
+  target_link_options(${name} PRIVATE "LINKER:--version-script=${CMAKE_SOURCE_DIR}/${map}" LINKER:-Bsymbolic
+                      LINKER:--no-undefined)
+endfunction()
+
 # The headers that most of these targets' time goes into, read once for all of them, if LOGITD_PRECOMPILE says so. gcc
 # takes them only for the same flags, so programs are compiled as libraries are.
 function(logitd_precompile first)

@@ -21,7 +21,7 @@
  * Rows. A parameter of rows is one value for all, or an array with one for each. Values for all are
  * checked, and refused with text. Arrays are in device memory and are checked there: a row with a
  * value that is not allowed gets the code LOGITD_ROW_REFUSED, NaN for every number of it and -1 for
- * every id, and affects no other row. `position` of its status is the parameter's number below.
+ * every integer, and affects no other row. `position` of its status is the parameter's number below.
  *
  * Versions. A function never changes, and a struct only grows at its end: `struct_size` says which
  * fields the caller knows; the others are as if zero, and zero always means "as before".
@@ -66,9 +66,9 @@ uint64_t logitd_workspace_bytes(const logitd_context* context, int64_t rows);
 
 /* Where a call runs. All zero on the CPU. */
 typedef struct logitd_call {
-  void* stream;              /* cudaStream_t */
-  void* workspace;           /* device memory, aligned to 256 bytes; used by one stream at a time */
-  uint64_t workspace_bytes;  /* at least logitd_workspace_bytes */
+  void* stream;             /* cudaStream_t */
+  void* workspace;          /* device memory, aligned to 256 bytes; used by one stream at a time */
+  uint64_t workspace_bytes; /* at least logitd_workspace_bytes */
 } logitd_call;
 
 /* Prepares new workspace; later calls leave it prepared. */
@@ -109,7 +109,7 @@ typedef struct logitd_integer {
   int64_t all;
 } logitd_integer;
 
-/* Lists of rows: row r has values[offsets[r], offsets[r + 1]). Null: no row has any. Offsets that
+/* Lists of tokens: row r has values[offsets[r], offsets[r + 1]). Null: no row has any. Offsets that
  * fall, or leave [0, size], are refused as parameters are. */
 typedef struct logitd_lists {
   const int32_t* values;
@@ -117,10 +117,22 @@ typedef struct logitd_lists {
   int64_t size;           /* of values */
 } logitd_lists;
 
+/* Added to the logit of a token. */
+typedef struct logitd_bias {
+  int32_t id;
+  float value; /* not NaN; -inf bans the token */
+} logitd_bias;
+/* As logitd_lists; each token at most once in a row. */
+typedef struct logitd_biases {
+  const logitd_bias* values;
+  const int64_t* offsets; /* [rows + 1] */
+  int64_t size;           /* of values */
+} logitd_biases;
+
 enum {
   LOGITD_ROW_OK = 0,
-  LOGITD_ROW_NAN = 1,     /* a logit is NaN, at `position` */
-  LOGITD_ROW_EMPTY = 2,   /* every logit is -inf */
+  LOGITD_ROW_NAN = 1,    /* a logit is NaN, at `position` */
+  LOGITD_ROW_EMPTY = 2,  /* every logit is -inf */
   LOGITD_ROW_REFUSED = 4 /* a parameter of the row is not allowed */
 };
 typedef struct logitd_row_status {
@@ -152,7 +164,7 @@ typedef struct logitd_sample {
   uint64_t struct_size;
   logitd_tensor input;     /* as in logitd_softmax_topk */
   const logitd_head* head; /* or null */
-  /* Parameters 1 to 16, in this order. */
+  /* Parameters 1 to 14, in this order. */
   logitd_integer seed;
   logitd_integer position;
   logitd_number temperature;
@@ -167,35 +179,34 @@ typedef struct logitd_sample {
   logitd_number presence_penalty;
   logitd_number frequency_penalty;
   logitd_integer prompt_tokens;
-  logitd_lists history;            /* parameter 15: token ids */
-  logitd_lists bias;               /* parameter 16: token ids, and */
-  const float* bias_values;        /* their values, as many */
-  const uint32_t* mask;            /* [rows, (vocab + 31) / 32], bit i % 32 of word i / 32; or null */
-  const int32_t* extra_ids;        /* [rows, extra_count]; an id outside the vocabulary has -inf */
-  int32_t extra_count;             /* 0..1024 */
-  int32_t top_logprobs;            /* 0..1024 */
+  logitd_lists history;     /* parameter 15: token ids */
+  logitd_biases bias;       /* parameter 16 */
+  const uint32_t* mask;     /* [rows, (vocab + 31) / 32], bit i % 32 of word i / 32; or null */
+  const int32_t* extra_ids; /* [rows, extra_count], parameter 17: token ids */
+  int32_t extra_count;      /* 0..1024 */
+  int32_t top_logprobs;     /* 0..1024 */
   int32_t logprob_mode;
-  int32_t want_support;            /* 0..1024 */
-  int32_t draws;                   /* 0..1024 */
-  int32_t want_rank;               /* 0 or 1 */
-  int32_t want_entropy;            /* 0 or 1 */
+  int32_t want_support; /* 0..1024 */
+  int32_t draws;        /* 0..1024 */
+  int32_t want_rank;    /* 0 or 1 */
+  int32_t want_entropy; /* 0 or 1 */
   int32_t watermark_width;
   uint64_t watermark_key;
-  int32_t* tokens;                 /* [rows] */
-  float* logprobs;                 /* [rows] */
-  int32_t* ranks;                  /* [rows] */
-  float* logsumexp;                /* [rows] */
-  int32_t* top_ids;                /* [rows, top_logprobs]; not null where that is not 0 */
-  float* top_values;               /* [rows, top_logprobs], log-probabilities; likewise */
-  float* extra_logprobs;           /* [rows, extra_count]; likewise */
-  int32_t* support_size;           /* [rows] */
-  int32_t* support_ids;            /* [rows, want_support]; likewise */
-  float* support_logprobs;         /* [rows, want_support]; likewise */
-  float* entropies;                /* [rows] */
-  float* raw_entropies;            /* [rows] */
-  int32_t* draw_tokens;            /* [rows, draws]; likewise */
-  float* draw_logprobs;            /* [rows, draws]; likewise */
-  logitd_row_status* status;       /* [rows] */
+  int32_t* tokens;           /* [rows] */
+  float* logprobs;           /* [rows] */
+  int32_t* ranks;            /* [rows] */
+  float* logsumexp;          /* [rows] */
+  int32_t* top_ids;          /* [rows, top_logprobs]; not null where that is not 0 */
+  float* top_values;         /* [rows, top_logprobs], log-probabilities; likewise */
+  float* extra_logprobs;     /* [rows, extra_count]; likewise */
+  int32_t* support_size;     /* [rows] */
+  int32_t* support_ids;      /* [rows, want_support]; likewise */
+  float* support_logprobs;   /* [rows, want_support]; likewise */
+  float* entropies;          /* [rows] */
+  float* raw_entropies;      /* [rows] */
+  int32_t* draw_tokens;      /* [rows, draws]; likewise */
+  float* draw_logprobs;      /* [rows, draws]; likewise */
+  logitd_row_status* status; /* [rows] */
 } logitd_sample;
 int32_t logitd_run_sample(logitd_context* context, const logitd_call* call,
                           const logitd_sample* op);
@@ -206,8 +217,8 @@ enum { LOGITD_SMOOTHING_TORCH = 0, LOGITD_SMOOTHING_MEGATRON = 1 };
 
 /* The losses of rows, shared by the three ops below. */
 typedef struct logitd_loss_rows {
-  const int64_t* targets;  /* [rows], parameter 1: tokens, or ignore_index */
-  int64_t ignore_index;    /* no token */
+  const int64_t* targets;        /* [rows], parameter 1: tokens, or ignore_index */
+  int64_t ignore_index;          /* no token */
   logitd_number temperature;     /* parameter 2 */
   logitd_number label_smoothing; /* parameter 3 */
   logitd_number z_loss;          /* parameter 4 */
@@ -217,6 +228,9 @@ typedef struct logitd_loss_rows {
    * `vocab`. 0, 0: the whole. Only the backward takes it. */
   int64_t first_token;
   int64_t vocab;
+  /* Not 0: ignored rows are left out, whatever their input holds, and have 0 for every number. It
+   * is how many rows are not ignored, or more: ops on hidden states may compute only so many. */
+  int64_t counted_rows;
 } logitd_loss_rows;
 
 typedef struct logitd_cross_entropy {
@@ -224,7 +238,7 @@ typedef struct logitd_cross_entropy {
   logitd_tensor input;     /* as in logitd_softmax_topk */
   const logitd_head* head; /* or null */
   logitd_loss_rows rows;
-  int32_t top_logprobs;      /* 0..128 */
+  int32_t top_logprobs; /* 0..128 */
   int32_t reserved;
   float* loss;               /* [rows] */
   float* logsumexp;          /* [rows] */
@@ -328,7 +342,7 @@ typedef struct logitd_attention_softmax {
   const float* sinks;        /* [heads], or null */
   logitd_tensor probs;       /* the scores' dtype or f32; may be the scores themselves */
   float* logsumexp;          /* [rows] */
-  logitd_row_status* status; /* [rows]; position: a key */
+  logitd_row_status* status; /* [rows], not null; position: a key */
 } logitd_attention_softmax;
 int32_t logitd_run_attention_softmax(logitd_context* context, const logitd_call* call,
                                      const logitd_attention_softmax* op);
@@ -342,7 +356,7 @@ typedef struct logitd_attention_softmax_backward {
   const float* sinks;        /* [heads], or null: then the next two are null */
   const float* logsumexp;    /* [rows] */
   double* d_sinks;           /* [heads] */
-  logitd_row_status* status; /* [rows] */
+  logitd_row_status* status; /* [rows], not null */
 } logitd_attention_softmax_backward;
 int32_t logitd_run_attention_softmax_backward(logitd_context* context, const logitd_call* call,
                                               const logitd_attention_softmax_backward* op);

@@ -25,8 +25,8 @@ namespace logitd {
 
 // Writes the gradients of one shard.
 struct LinearCrossEntropyBackwardPartialArgs {
-  int shard = 0;  // its index
-  VocabShards shards;
+  VocabShard shard;   // any tokens of the vocabulary: they need not be whole cells
+  int64_t vocab = 0;  // of all shards
   // As in LinearCrossEntropyBackwardArgs, with the head, d_weight [tokens, hidden] and d_bias
   // [tokens] of the shard, and its part of d_hidden: f32 [rows, hidden]. Skipped rows of the part
   // are unspecified.

@@ -261,7 +261,7 @@ class HostShardedStream final : public ShardedOps {
             gradient.d_bias = own.d_bias;
             gradient.d_hidden = {parts + shard * rows * hidden, DType::kF32, rows, hidden, hidden};
             return at.stream.Run(LinearCrossEntropyBackwardPartialArgs{
-                .shard = shard, .shards = cut, .gradient = gradient});
+                .shard = cut.at(shard), .vocab = cut.vocab, .gradient = gradient});
           }));
       return OfShard(
           0,

@@ -19,16 +19,18 @@ constexpr absl::Duration kLookForErrors = absl::Microseconds(50);
 
 __global__ void ProbeKernel() {}
 
-// Whether blocks of a cluster can share memory. The device must allow it, and so must the code that
-// was loaded for it: that may be compiled from code for an older device.
-absl::Status ProbeClusters(const cudaDeviceProp& properties, bool& clusters) {
+}  // namespace
+
+absl::Status DescribeDevice(const cudaDeviceProp& properties, Scratch& scratch) {
+  scratch.multiprocessors = properties.multiProcessorCount;
+  scratch.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
   cudaFuncAttributes loaded;
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaFuncGetAttributes(&loaded, ProbeKernel), "probe kernels"));
-  clusters = properties.major >= 9 && loaded.ptxVersion >= 90;
+  // The device must allow it, and so must the code that was loaded for it: that may be compiled
+  // from code for an older device.
+  scratch.clusters = properties.major >= 9 && loaded.ptxVersion >= 90;
   return absl::OkStatus();
 }
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Stream>> CudaStream::Create(int device,
                                                            const cudaDeviceProp& properties,
@@ -150,9 +152,7 @@ absl::Status CudaStream::Init(const cudaDeviceProp& properties, StreamUse use) {
       ToStatus(cudaMemsetAsync(device_marks_, 0, sizeof(*device_marks_), stream_), "clear marks"));
   replays_ = std::make_unique<Replays>(stream_);
   scratch_.bytes = Scratch::BytesFor(properties.totalGlobalMem);
-  scratch_.multiprocessors = properties.multiProcessorCount;
-  scratch_.block_shared_bytes = static_cast<int>(properties.sharedMemPerBlockOptin);
-  LOGITD_RETURN_IF_ERROR(ProbeClusters(properties, scratch_.clusters));
+  LOGITD_RETURN_IF_ERROR(DescribeDevice(properties, scratch_));
   LOGITD_RETURN_IF_ERROR(ToStatus(cudaMalloc(&scratch_.data, scratch_.bytes), "allocate scratch"));
   products_status_.Update(products_.Init(ProductWorkspaceBytes(scratch_)));
   return ToStatus(cudaMemsetAsync(scratch_.data, 0, Scratch::kCounterBytes, stream_),

@@ -8,72 +8,13 @@
 #include <variant>
 
 #include "kernels/cuda/cuda_stream.h"
-#include "kernels/cuda/linear/shards.h"
-#include "kernels/cuda/loss/cross_entropy_training.h"
+#include "kernels/cuda/launchers.h"
 #include "kernels/status_macros.h"
 
 namespace logitd::cuda {
 namespace {
 
 constexpr int64_t kFewRows = 8;  // work is small, and may be a graph, with up to so many
-
-// A launcher, which is found by the arguments that it takes.
-template <class Args, class... More>
-struct Launcher {
-  constexpr Launcher(cudaError_t (*launch)(const Args&, More...), LinearOp op = {})
-      : launch(launch), linear_op(op) {}
-  constexpr const Launcher& operator()(const Args&) const { return *this; }
-
-  cudaError_t (*launch)(const Args&, More...);
-  LinearOp linear_op;  // of those that take products
-};
-
-constexpr Overloaded kLaunchers = {
-    Launcher(&SoftmaxTopK),
-    Launcher(&Sample),
-    Launcher(&Verify),
-    Launcher(&AttentionSoftmax),
-    Launcher(&AttentionSoftmaxBackward),
-    Launcher(&CrossEntropy),
-    Launcher(&CrossEntropyBackward),
-    Launcher(&CrossEntropyTraining),
-    Launcher(&Divergence),
-    Launcher(&LinearTopK, LinearOp::kTokens),
-    Launcher(&LinearSample, LinearOp::kTokens),
-    Launcher(&LinearVerify, LinearOp::kTokens),
-    Launcher(&LinearCrossEntropy, LinearOp::kLosses),
-    Launcher(&LinearCrossEntropyBackward, LinearOp::kGradients),
-    Launcher(&LinearCrossEntropyTraining, LinearOp::kTraining),
-    Launcher(&LinearDivergence, LinearOp::kTokens),
-    Launcher(&LinearDivergenceTraining, LinearOp::kGradients),
-    Launcher(&LinearTopKPartial, LinearOp::kTokens),
-    Launcher(&LinearTopKMerge),
-    Launcher(&LinearSamplePartial, LinearOp::kTokens),
-    Launcher(&LinearSampleMerge),
-    Launcher(&LinearVerifyMerge),
-    Launcher(&LinearDivergenceMerge),
-    Launcher(&LinearCrossEntropyTargets, LinearOp::kLosses),
-    Launcher(&LinearCrossEntropyPartial, LinearOp::kLosses),
-    Launcher(&LinearCrossEntropyMerge),
-    Launcher(&LinearSupportMerge),
-    Launcher(&LinearCrossEntropyBackwardPartial, LinearOp::kGradients),
-    Launcher(&LinearCrossEntropyBackwardMerge),
-    Launcher(&ShardLogits, LinearOp::kTokens),
-    Launcher(&KeptSamplePartial, LinearOp::kTokens),
-    Launcher(&KeptSampleMerge),
-};
-
-// The part of the head that the device has.
-template <class Args>
-const HeadView& HeadOf(const Args& args) {
-  if constexpr (requires { args.head; }) {
-    return args.head;
-  } else if constexpr (requires { args.gradient; }) {
-    return args.gradient.head;
-  } else {
-    return args.training.gradient.head;
-  }
-}
 
 template <class... Values>
 void Append(std::string& key, const Values&... values) {
@@ -188,21 +129,9 @@ template <class Launch, class Args>
 absl::Status CudaStream::Start(std::string_view name, const Launch& launch, const Args& args,
                                [[maybe_unused]] LinearOp op) {
   LOGITD_RETURN_IF_ERROR(Enter(kComputing));  // first: a route asks the stream's device
-  if constexpr (std::is_invocable_v<Launch, const Args&, cudaStream_t>) {
-    return ToStatus(launch(args, stream_), name);
-  } else if constexpr (std::is_invocable_v<Launch, const Args&, Scratch&, cudaStream_t>) {
-    return ToStatus(launch(args, scratch_, stream_), name);
-  } else {
-    bool multiplies = RouteOf(op, HeadOf(args), scratch_).cublas_lt;
-    if constexpr (requires { args.reference_head; }) {
-      const auto by = [&](const HeadView& head) {
-        return head.vocab() > 0 && RouteOf(op, head, scratch_).cublas_lt;
-      };
-      multiplies = by(args.head) || by(args.reference_head);
-    }
-    if (multiplies) LOGITD_RETURN_IF_ERROR(products_status_);
-    return ToStatus(launch(args, products_, scratch_, stream_), name);
-  }
+  return Enqueue(name, launch, args, op,
+                 {.products = products_, .products_status = products_status_, .scratch = scratch_},
+                 stream_);
 }
 
 }  // namespace logitd::cuda

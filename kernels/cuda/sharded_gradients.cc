@@ -188,8 +188,9 @@ absl::Status ShardedGradients::Backward(const LinearCrossEntropyBackwardArgs& ar
     of.d_hidden = {part, DType::kF32, rows, args.hidden.cols, stride};
     parts_[static_cast<size_t>(shard)] = {reinterpret_cast<std::byte*>(part),
                                           devices_.stream(shard).native()};
+    const VocabShards cut = devices_.ShardsOf(args.head);
     return devices_.stream(shard).Run(LinearCrossEntropyBackwardPartialArgs{
-        .shard = shard, .shards = devices_.ShardsOf(args.head), .gradient = of});
+        .shard = cut.at(shard), .vocab = cut.vocab, .gradient = of});
   }));
   LOGITD_RETURN_IF_ERROR(devices_.ExchangeSums(parts_, static_cast<size_t>(rows * stride)));
   const float* const parts = PartsOf(0, PlacesOf(0, args, true));

@@ -13,11 +13,15 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/linear/shard_training.h"
 #include "kernels/cuda/linear/shards.h"
+#include "kernels/cuda/scratch.h"
 
 namespace logitd::cuda {
 
 // OK, UNAVAILABLE where the context still works, or INTERNAL. `what` was being done.
 absl::Status ToStatus(cudaError_t error, std::string_view what);
+
+// Writes what launchers must know of the thread's device.
+absl::Status DescribeDevice(const cudaDeviceProp& properties, Scratch& scratch);
 
 // True where the driver has the function, which is then in `function`. Nothing links the driver: a
 // process starts without one.

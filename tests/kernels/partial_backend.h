@@ -189,8 +189,8 @@ class PartialStream final : public Stream {
         gradient.d_weight.data = nullptr;
         gradient.d_bias = nullptr;
       }
-      LOGITD_RETURN_IF_ERROR(stream_->Run(
-          LinearCrossEntropyBackwardPartialArgs{.shard = s, .shards = cut, .gradient = gradient}));
+      LOGITD_RETURN_IF_ERROR(stream_->Run(LinearCrossEntropyBackwardPartialArgs{
+          .shard = shard, .vocab = cut.vocab, .gradient = gradient}));
     }
     return stream_->Run(LinearCrossEntropyBackwardMergeArgs{
         .shards = shards_, .parts = d_hidden, .rows = args.rows, .d_hidden = args.d_hidden});

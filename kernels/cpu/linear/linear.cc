@@ -429,8 +429,7 @@ void LinearCrossEntropyPartial(const LinearCrossEntropyPartialArgs& args, Thread
 
 void LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPartialArgs& args,
                                        ThreadPool& pool, LinearScratch& scratch) {
-  AddLossGradients(args.gradient, args.shards.at(args.shard).first, args.shards.vocab, pool,
-                   scratch);
+  AddLossGradients(args.gradient, args.shard.first, args.vocab, pool, scratch);
 }
 
 void LinearCrossEntropyBackwardMerge(const LinearCrossEntropyBackwardMergeArgs& args,

@@ -171,9 +171,8 @@ cudaError_t LinearCrossEntropyBackwardPartial(const LinearCrossEntropyBackwardPa
                                               Products& products, const Scratch& scratch,
                                               cudaStream_t stream) {
   const LinearCrossEntropyBackwardArgs& gradient = args.gradient;
-  const VocabShard shard = args.shards.at(args.shard);
-  if (shard.tokens > 0)
-    return MakeGradients(gradient, shard.first, args.shards.vocab, products, scratch, stream);
+  if (args.shard.tokens > 0)
+    return MakeGradients(gradient, args.shard.first, args.vocab, products, scratch, stream);
   const MutableTensorView& part = gradient.d_hidden;
   if (part.rows == 0) return cudaSuccess;
   return cudaMemset2DAsync(part.data, static_cast<size_t>(part.row_stride) * sizeof(float), 0,
