@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kThreads) FillRowsKernel(const __grid_constant
   const unsigned by = __ballot_sync(~0u, refused != 0);
   if (by == 0) return;
   const int32_t parameter = __shfl_sync(~0u, refused, __ffs(by) - 1);
+  __syncwarp();  // the first lane has written the row
   RefuseRow(fill, r, parameter, lane, kWarp);
 }
 
