@@ -1,18 +1,6 @@
 # All libraries, found where Debian 12 and the CUDA toolkit install them.
 find_package(Threads REQUIRED)
 find_package(absl REQUIRED CONFIG)
-if(LOGITD_OPS_ONLY)  # for machines without Abseil: its archives go into the library
-  get_property(imported DIRECTORY PROPERTY IMPORTED_TARGETS)
-  list(FILTER imported INCLUDE REGEX "^absl::")
-  foreach(target ${imported})
-    get_target_property(configuration ${target} IMPORTED_CONFIGURATIONS)
-    get_target_property(location ${target} IMPORTED_LOCATION_${configuration})
-    string(REGEX REPLACE "\\.so[.0-9]*$" ".a" archive "${location}")
-    if(EXISTS ${archive})
-      set_target_properties(${target} PROPERTIES IMPORTED_LOCATION_${configuration} ${archive})
-    endif()
-  endforeach()
-endif()
 if(NOT LOGITD_OPS_ONLY)
   find_package(Protobuf CONFIG QUIET)  # newer ones; gRPC's own configuration finds it so
   if(NOT Protobuf_FOUND)
