@@ -1,0 +1,15 @@
+"""The server's ops on torch tensors, in the trainer's own process: on the current CUDA stream, or on the CPU.
+
+    from logitd import ops
+    loss = ops.linear_cross_entropy(hidden, head.weight, targets)  # in place of F.cross_entropy(head(hidden), targets)
+    loss.backward()
+
+They need liblogitd.so, which `pip install logitd[torch]` brings, and no server. CUDA graphs may capture an op after one
+call of it on the capturing stream with as many rows.
+"""
+
+from logitd.ops._library import check, set_scratch_bytes
+from logitd.ops._losses import Losses
+from logitd.ops.losses import cross_entropy, linear_cross_entropy
+
+__all__ = ["Losses", "check", "cross_entropy", "linear_cross_entropy", "set_scratch_bytes"]

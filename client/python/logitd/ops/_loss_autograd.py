@@ -1,0 +1,175 @@
+"""The gradients of losses: torch's ops in the namespace `logitd`, and what eager calls use in their place.
+
+Two ops have gradients. loss_rows answers for every row, and its backward makes the logits again. loss_reduced gives one
+loss, and makes its gradients in the same call: its backward only scales them. Eager calls skip torch's dispatcher, which
+takes 20 us; torch.compile, fake tensors and tensor subclasses go through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+
+from logitd.errors import FailedPrecondition
+from logitd.ops import _losses
+from logitd.ops._losses import Options
+from logitd.ops._tensors import new_matrix
+
+_INPUT = "Tensor rows, Tensor? weight, Tensor? bias, Tensor target"
+_OPTIONS = (
+    "int ignore_index, float temperature, float label_smoothing, float z_loss, float softcap, float scale, "
+    "int smoothing, int first_token, int vocab"
+)
+_WANTS = "bool want_rows, bool want_weight, bool want_bias"
+_N_OPTIONS = len(Options._fields)
+
+LIBRARY = torch.library.Library("logitd", "FRAGMENT")
+LIBRARY.define(f"loss_rows({_INPUT}, {_OPTIONS}) -> Tensor")
+LIBRARY.define(
+    f"loss_gradients({_INPUT}, Tensor logsumexp, Tensor upstream, {_OPTIONS}, {_WANTS}) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"loss_reduced({_INPUT}, Tensor upstream, {_OPTIONS}, {_WANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _some(rows: torch.Tensor, gradients: Any) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients as torch's ops return them: empty where they are not wanted."""
+    first, second, third = (rows.new_empty(0) if of is None else of for of in gradients)
+    return first, second, third
+
+
+def _loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, *options: Any) -> torch.Tensor:
+    return _losses.forward(rows, weight, bias, target, Options(*options))
+
+
+def _loss_gradients(
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, logsumexp: Any, upstream: Any, *rest: Any
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    options, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:]
+    return _some(rows, _losses.backward(rows, weight, bias, target, logsumexp, upstream, options, wants))
+
+
+def _loss_reduced(
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, *rest: Any
+) -> Tuple[torch.Tensor, ...]:
+    options, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:]
+    answers, gradients = _losses.training(rows, weight, bias, target, upstream, options, (True, *wants[1:]))
+    return (torch.dot(answers[0], upstream), answers, *_some(rows, gradients))
+
+
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("loss_rows", _loss_rows, _device)
+    LIBRARY.impl("loss_gradients", _loss_gradients, _device)
+    LIBRARY.impl("loss_reduced", _loss_reduced, _device)
+
+
+def _fake_gradients(rows: torch.Tensor, weight: Any, options: Options, wants: Any) -> Any:
+    part = torch.float32 if options.vocab > 0 else None
+    return (
+        new_matrix(rows, *rows.shape, part) if wants[0] else rows.new_empty(0),
+        new_matrix(weight, *weight.shape) if wants[1] else rows.new_empty(0),
+        rows.new_empty(weight.shape[0], dtype=torch.float32) if wants[2] else rows.new_empty(0),
+    )
+
+
+@torch.library.register_fake("logitd::loss_rows", lib=LIBRARY)
+def _(rows: Any, weight: Any, bias: Any, target: Any, *options: Any) -> Any:
+    return rows.new_empty((3, rows.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("logitd::loss_gradients", lib=LIBRARY)
+def _(rows: Any, weight: Any, bias: Any, target: Any, logsumexp: Any, upstream: Any, *rest: Any) -> Any:
+    return _fake_gradients(rows, weight, Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:])
+
+
+@torch.library.register_fake("logitd::loss_reduced", lib=LIBRARY)
+def _(rows: Any, weight: Any, bias: Any, target: Any, upstream: Any, *rest: Any) -> Any:
+    options, wants = Options(*rest[:_N_OPTIONS]), (True, *rest[_N_OPTIONS + 1 :])
+    answers = rows.new_empty((3, rows.shape[0]), dtype=torch.float32)
+    return (answers.new_empty(()), answers, *_fake_gradients(rows, weight, options, wants))
+
+
+def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
+    rows, weight, bias, target, *options = inputs
+    ctx.save_for_backward(rows, weight, bias, target, output)
+    ctx.options = options
+
+
+def _rows_backward(ctx: Any, upstream: torch.Tensor) -> Any:
+    rows, weight, bias, target, answers = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:3]
+    run = _loss_gradients if is_plain(rows, upstream) else torch.ops.logitd.loss_gradients
+    gradients = run(rows, weight, bias, target, answers[1].contiguous(), upstream[0].contiguous(), *ctx.options, *wants)
+    given = (gradient if wanted else None for gradient, wanted in zip(gradients, wants))
+    return (*given, *[None] * (1 + _N_OPTIONS))
+
+
+def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[2:])
+    ctx.spent = False
+    ctx.set_materialize_grads(False)
+
+
+def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
+    nothing = [None] * (2 + _N_OPTIONS + 3)
+    if upstream is None:
+        return (None, None, None, *nothing)
+    if ctx.spent:
+        raise FailedPrecondition(
+            "backward: got a second pass through one loss, allowed one: its gradients were made with it"
+        )
+    ctx.spent = True
+    plain = is_plain(upstream)
+    scaled = []
+    for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad):
+        if not wanted:
+            scaled.append(None)
+        elif not plain:
+            scaled.append(gradient * upstream)
+        elif upstream.is_cuda or upstream.item() != 1:
+            scaled.append(gradient.mul_(upstream))
+        else:
+            scaled.append(gradient)
+    return (*scaled, *nothing)
+
+
+torch.library.register_autograd("logitd::loss_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
+torch.library.register_autograd("logitd::loss_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY)
+
+
+class _Rows(torch.autograd.Function):
+    forward = staticmethod(_loss_rows)
+    setup_context = staticmethod(_keep_rows)
+    backward = staticmethod(torch.autograd.function.once_differentiable(_rows_backward))
+
+
+class _Reduced(torch.autograd.Function):
+    forward = staticmethod(_loss_reduced)
+    setup_context = staticmethod(_keep_reduced)
+    backward = staticmethod(torch.autograd.function.once_differentiable(_reduced_backward))
+
+
+def is_plain(*tensors: Any) -> bool:
+    """True where nothing but memory is behind the tensors, and nobody records what is done with them."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(type(of) in (torch.Tensor, torch.nn.Parameter) for of in tensors if of is not None)
+
+
+def loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
+    """float32 [3, rows]: loss, logsumexp, target_logprob; the first has gradients."""
+    if is_plain(rows, weight, bias):
+        return _Rows.apply(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+    return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+
+
+def loss_reduced(
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, options: Options
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """sum(upstream * loss), which has gradients, and the answers of loss_rows."""
+    wants = tuple(of is not None and of.requires_grad for of in (rows, weight, bias))
+    run = _Reduced.apply if is_plain(rows, weight, bias) else torch.ops.logitd.loss_reduced
+    total, answers, *_ = run(rows, weight, bias, target, upstream, *options, *wants)
+    return total, answers.detach()

@@ -1,0 +1,166 @@
+"""cross_entropy and linear_cross_entropy, with gradients."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+
+from logitd.ops import _library, _structs
+from logitd.ops._tensors import aligned, head_of, new_matrix, view
+
+_PARAMETERS = ("target", "temperature", "label_smoothing", "z_loss")
+_ALLOWED = {
+    "target": "tokens of the vocabulary, or ignore_index",
+    "temperature": "finite and > 0",
+    "label_smoothing": "finite and >= 0 and < 1",
+    "z_loss": "finite and >= 0",
+}
+
+
+class Losses(NamedTuple):
+    """What linear_cross_entropy and cross_entropy return with `stats=True`. Only `loss` has gradients."""
+
+    loss: torch.Tensor  # as without stats
+    losses: torch.Tensor  # float32, of each row, in nats; the target's shape
+    logsumexp: torch.Tensor  # float32, of each row, of logits / temperature
+    target_logprob: torch.Tensor  # float32, of each row; 0 where it is ignored
+
+
+class Options(NamedTuple):
+    """What all rows of a call share. Scalars only, as torch's schemas have them."""
+
+    ignore_index: int
+    temperature: float
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    scale: float
+    smoothing: int
+    first_token: int = 0  # of a shard
+    vocab: int = 0  # of all shards; 0: the weight is whole
+
+
+def _input(op: Any, rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> Any:
+    """Sets the fields that the ops on losses share. Returns memory to keep until the op is enqueued."""
+    of = op.rows
+    kept = None
+    if weight is not None:
+        kept = rows, weight = aligned(rows), aligned(weight)
+        op.head = head_of(weight, bias, options.scale, options.softcap)
+    else:
+        of.softcap = options.softcap
+    op.input = view(rows)
+    of.targets = target.data_ptr()
+    of.ignore_index = options.ignore_index
+    of.temperature.all = options.temperature
+    of.label_smoothing.all = options.label_smoothing
+    of.z_loss.all = options.z_loss
+    of.smoothing = options.smoothing
+    of.first_token = options.first_token
+    of.vocab = options.vocab
+    return kept
+
+
+def _status(op: Any, like: torch.Tensor, rows: int) -> Optional[torch.Tensor]:
+    """Where the op tells which rows it refused, if anyone asks."""
+    if not _library.wants_status(like):
+        return None
+    status = torch.zeros((rows, 2), dtype=torch.int32, device=like.device)
+    op.status = status.data_ptr()
+    return status
+
+
+def _raise_refused(status: Optional[torch.Tensor], target: torch.Tensor) -> None:
+    if status is not None:
+        _library.raise_refused(status, _PARAMETERS, {"target": target}, _ALLOWED)
+
+
+def _answers(op: Any, rows: torch.Tensor) -> torch.Tensor:
+    """float32 [3, rows]: loss, logsumexp, target_logprob."""
+    count = rows.shape[0]
+    answers = torch.empty((3, count), dtype=torch.float32, device=rows.device)
+    at = answers.data_ptr()
+    op.loss, op.logsumexp, op.target_logprob = at, at + 4 * count, at + 8 * count
+    return answers
+
+
+def forward(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
+    """float32 [3, rows]: loss, logsumexp, target_logprob."""
+    op = _structs.CrossEntropy()
+    kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
+    answers = _answers(op, rows)
+    status = _status(op, rows, rows.shape[0])
+    _library.run("cross_entropy", op, rows, rows.shape[0])
+    _raise_refused(status, target)
+    return answers
+
+
+def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool, bool], part: bool) -> Any:
+    """Tensors for the gradients that are wanted, of the input, the weight and the bias."""
+    d_input = d_weight = d_bias = None
+    if wants[0]:
+        d_input = new_matrix(rows, *rows.shape, torch.float32 if part else None)
+        op.d_input = view(d_input)
+    if wants[1]:
+        d_weight = new_matrix(weight, *weight.shape)
+        op.d_weight = view(d_weight)
+    if wants[2]:
+        d_bias = torch.empty(weight.shape[0], dtype=torch.float32, device=rows.device)
+        op.d_bias = d_bias.data_ptr()
+    return d_input, d_weight, d_bias
+
+
+def training(
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, options: Options, wants: Any
+) -> Tuple[torch.Tensor, Any]:
+    """The answers of forward, and the gradients of sum(upstream * loss)."""
+    op = _structs.CrossEntropyTraining()
+    kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
+    answers = _answers(op, rows)
+    op.upstream = upstream.data_ptr()
+    gradients = _gradients(op, rows, weight, wants, part=False)
+    status = _status(op, rows, rows.shape[0])
+    _library.run("cross_entropy_training", op, rows, rows.shape[0])
+    _raise_refused(status, target)
+    return answers, gradients
+
+
+def backward(
+    rows: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    target: torch.Tensor,
+    logsumexp: torch.Tensor,
+    upstream: torch.Tensor,
+    options: Options,
+    wants: Any,
+) -> Any:
+    """The gradients of sum(upstream * loss). Of a shard, that of the input is a part, in float32."""
+    op = _structs.CrossEntropyBackward()
+    kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
+    op.logsumexp = logsumexp.data_ptr()
+    op.upstream = upstream.data_ptr()
+    gradients = _gradients(op, rows, weight, wants, part=options.vocab > 0)
+    _library.run("cross_entropy_backward", op, rows, rows.shape[0])
+    return gradients
+
+
+_ones = threading.local()
+
+
+def ones(rows: torch.Tensor) -> torch.Tensor:
+    """float32 [rows] of 1. One is kept for each thread."""
+    kept = getattr(_ones, "kept", None)
+    if kept is None or kept.shape[0] != rows.shape[0] or kept.device != rows.device:
+        kept = _ones.kept = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+    return kept  # type: ignore[no-any-return]
+
+
+def weights_of(rows: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+    """float32 [rows]: what each row's loss counts in the reduced one."""
+    if reduction == "sum":
+        return ones(rows)
+    counted = target.ne(ignore_index)
+    return counted / counted.sum()

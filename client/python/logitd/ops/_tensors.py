@@ -1,0 +1,123 @@
+"""torch tensors as the library takes them, checked with its error grammar."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Optional, Sequence, Tuple, Union
+
+import torch
+
+from logitd.errors import InvalidArgument
+from logitd.ops import _structs
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+Parameter = Union[float, torch.Tensor]
+
+
+def dtype_of(name: str, tensor: torch.Tensor) -> int:
+    """The library's number of a tensor's dtype."""
+    code = DTYPES.get(tensor.dtype)
+    if code is None:
+        raise InvalidArgument(f"{name} dtype: got {str(tensor.dtype)[6:]}, allowed float32, float16, bfloat16")
+    return code
+
+
+def check_tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed a torch tensor")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], of: str) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise InvalidArgument(f"{name}: got shape {list(tensor.shape)}, allowed {list(shape)} ({of})")
+
+
+def check_device(name: str, tensor: torch.Tensor, like: torch.Tensor, of: str) -> None:
+    if tensor.device != like.device:
+        raise InvalidArgument(f"{name}: got device {tensor.device}, allowed {like.device} ({of}'s)")
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., cols] as [rows, cols], each row contiguous."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(-1, tensor.shape[-1])
+    if tensor.stride(1) == 1 and (tensor.shape[0] < 2 or tensor.stride(0) >= tensor.shape[1]):
+        return tensor
+    return tensor.contiguous()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows begin on 16-byte borders: itself, or a copy where it has to be."""
+    tensor = rows_of(tensor)
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 == 0 and (tensor.shape[0] < 2 or tensor.stride(0) * size % 16 == 0):
+        return tensor
+    return new_matrix(tensor, *tensor.shape).copy_(tensor)
+
+
+def new_matrix(like: torch.Tensor, rows: int, cols: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """An uninitialised [rows, cols] whose rows begin on 16-byte borders; contiguous where `cols` allows it."""
+    dtype = dtype or like.dtype
+    unit = 16 // dtype.itemsize
+    stride = (cols + unit - 1) // unit * unit
+    memory = torch.empty((rows, stride), dtype=dtype, device=like.device)
+    return memory if stride == cols else memory[:, :cols]
+
+
+def view(tensor: torch.Tensor) -> _structs.Tensor:
+    """A matrix of rows_of or new_matrix, as the library sees it."""
+    rows, cols = tensor.shape
+    stride = tensor.stride(0) if rows > 1 else cols
+    return _structs.Tensor(tensor.data_ptr(), rows, cols, max(stride, cols), DTYPES[tensor.dtype], 0)
+
+
+def pointer(tensor: Optional[torch.Tensor]) -> Optional[int]:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def as_f32(name: str, tensor: Optional[torch.Tensor], count: int, like: torch.Tensor, of: str) -> Any:
+    """A vector of `count` numbers in float32, contiguous; None stays None."""
+    if tensor is None:
+        return None
+    check_shape(name, check_tensor(name, tensor), (count,), of)
+    check_device(name, tensor, like, "the input")
+    if not tensor.is_floating_point():
+        raise InvalidArgument(f"{name} dtype: got {str(tensor.dtype)[6:]}, allowed a floating-point type")
+    return tensor.detach().float().contiguous()
+
+
+def head_of(weight: torch.Tensor, bias: Optional[torch.Tensor], scale: float, softcap: float) -> Any:
+    """A pointer to a head of the library; it holds no reference to the tensors."""
+    return ctypes.pointer(_structs.Head(view(weight), pointer(bias), None, 0.0, scale, softcap, 0))
+
+
+def number(name: str, value: Parameter, rows: int, like: torch.Tensor) -> Tuple[_structs.Number, Any]:
+    """A parameter of rows: one number, or a tensor with one for each row. Returns the memory to keep, too."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        each = as_f32(name, value.reshape(-1), rows, like, "one for each row")
+        return _structs.Number(each.data_ptr(), 0.0, 0), each
+    try:
+        return _structs.Number(None, float(value), 0), None
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed a number, or a tensor of numbers") from None
+
+
+def integer(name: str, value: Any, rows: int, like: torch.Tensor) -> Tuple[_structs.Integer, Any]:
+    """As number, for integers. Unsigned 64-bit values keep their bits."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        check_shape(name, value.reshape(-1), (rows,), "one for each row")
+        check_device(name, value, like, "the input")
+        if value.is_floating_point() or value.is_complex():
+            raise InvalidArgument(f"{name} dtype: got {str(value.dtype)[6:]}, allowed an integer type")
+        each = value.reshape(-1).to(torch.int64).contiguous()
+        return _structs.Integer(each.data_ptr(), 0), each
+    try:
+        whole = value.__index__()
+    except (AttributeError, TypeError):
+        raise InvalidArgument(
+            f"{name}: got {type(value).__name__}, allowed a whole number, or a tensor of them"
+        ) from None
+    if not -(2**63) <= whole < 2**64:
+        raise InvalidArgument(f"{name}: got {whole}, allowed -2^63..2^64-1")
+    return _structs.Integer(None, whole - 2**64 if whole >= 2**63 else whole), None
