@@ -10,6 +10,22 @@ call of it on the capturing stream with as many rows.
 
 from logitd.ops._library import check, set_scratch_bytes
 from logitd.ops._losses import Losses
+from logitd.ops.attention import FusedScaleMaskSoftmax, scaled_masked_softmax
+from logitd.ops.divergence import linear_divergence
 from logitd.ops.losses import cross_entropy, linear_cross_entropy
+from logitd.ops.tokens import Sampled, TopK, sample, softmax_topk
 
-__all__ = ["Losses", "check", "cross_entropy", "linear_cross_entropy", "set_scratch_bytes"]
+__all__ = [
+    "FusedScaleMaskSoftmax",
+    "Losses",
+    "Sampled",
+    "TopK",
+    "check",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "sample",
+    "scaled_masked_softmax",
+    "set_scratch_bytes",
+    "softmax_topk",
+]

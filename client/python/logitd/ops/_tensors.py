@@ -92,26 +92,24 @@ def head_of(weight: torch.Tensor, bias: Optional[torch.Tensor], scale: float, so
     return ctypes.pointer(_structs.Head(view(weight), pointer(bias), None, 0.0, scale, softcap, 0))
 
 
-def number(name: str, value: Parameter, rows: int, like: torch.Tensor) -> Tuple[_structs.Number, Any]:
-    """A parameter of rows: one number, or a tensor with one for each row. Returns the memory to keep, too."""
+def number(name: str, value: Parameter, rows: int, like: torch.Tensor) -> Tuple[float, Any]:
+    """A parameter of rows: one number and None, or 0 and float32 [rows], a number for each row."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
-        each = as_f32(name, value.reshape(-1), rows, like, "one for each row")
-        return _structs.Number(each.data_ptr(), 0.0, 0), each
+        return 0.0, as_f32(name, value.reshape(-1), rows, like, "one for each row")
     try:
-        return _structs.Number(None, float(value), 0), None
+        return float(value), None
     except (TypeError, ValueError):
         raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed a number, or a tensor of numbers") from None
 
 
-def integer(name: str, value: Any, rows: int, like: torch.Tensor) -> Tuple[_structs.Integer, Any]:
+def integer(name: str, value: Any, rows: int, like: torch.Tensor) -> Tuple[int, Any]:
     """As number, for integers. Unsigned 64-bit values keep their bits."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         check_shape(name, value.reshape(-1), (rows,), "one for each row")
         check_device(name, value, like, "the input")
         if value.is_floating_point() or value.is_complex():
             raise InvalidArgument(f"{name} dtype: got {str(value.dtype)[6:]}, allowed an integer type")
-        each = value.reshape(-1).to(torch.int64).contiguous()
-        return _structs.Integer(each.data_ptr(), 0), each
+        return 0, value.reshape(-1).to(torch.int64).contiguous()
     try:
         whole = value.__index__()
     except (AttributeError, TypeError):
@@ -120,4 +118,4 @@ def integer(name: str, value: Any, rows: int, like: torch.Tensor) -> Tuple[_stru
         ) from None
     if not -(2**63) <= whole < 2**64:
         raise InvalidArgument(f"{name}: got {whole}, allowed -2^63..2^64-1")
-    return _structs.Integer(None, whole - 2**64 if whole >= 2**63 else whole), None
+    return (whole - 2**64 if whole >= 2**63 else whole), None
