@@ -178,6 +178,29 @@ def overhead():
     return {"us": results}
 
 
+def queued():
+    """Device time that a call adds where the host is ahead, in us: 50 calls in a row, beside the bare function."""
+    rows, vocab = 512, 128256
+    logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, vocab, (rows,), device="cuda")
+    op = _structs.CrossEntropy()
+    kept = _losses._input(op, logits, None, None, target, _losses.Options(-100, 1.0, 0.0, 0.0, 0.0, 1.0, 0))
+    answers = _losses._answers(op, logits)
+    op.struct_size = _structs.ctypes.sizeof(op)
+    place = _library._CUDA[0]
+    call = place.call(torch.cuda.current_stream().cuda_stream, rows)
+    byref, run = _library._byref, _library._RUN["cross_entropy"]
+
+    def fifty(one):
+        return lambda: [one() for _ in range(50)]
+
+    bare = device_ms(fifty(lambda: run(place.context, byref(call), byref(op)))) * 20
+    none = device_ms(fifty(lambda: ops.cross_entropy(logits, target, reduction="none"))) * 20
+    mean = device_ms(fifty(lambda: ops.cross_entropy(logits, target))) * 20
+    del kept, answers
+    return {"us": {"bare": bare, "none": none, "mean": mean, "none over bare": none - bare, "mean over bare": mean - bare}}
+
+
 def kernels():
     """Device time of ops beside torch's, on sizes where the kernel is what counts."""
     logits = torch.randn(4096, 128256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -232,7 +255,7 @@ def compiled():
 def main():
     out = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     ops.linear_cross_entropy(*inputs(64, 64, 128)).backward()  # opens the device
-    for part in (overhead, training, kernels, compiled):
+    for part in (overhead, queued, training, kernels, compiled):
         try:
             out[part.__name__] = part()
         except Exception:

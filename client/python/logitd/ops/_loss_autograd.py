@@ -108,31 +108,30 @@ def _rows_backward(ctx: Any, upstream: torch.Tensor) -> Any:
 
 def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[2:])
-    ctx.spent = False
     ctx.set_materialize_grads(False)
 
 
 def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    nothing = [None] * (2 + _N_OPTIONS + 3)
-    if upstream is None:
-        return (None, None, None, *nothing)
-    if ctx.spent:
+    """Of the recorded op: out of place, as what records it may run it again."""
+    given = (
+        gradient * upstream if wanted and upstream is not None else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)
+    )
+    return (*given, *[None] * (2 + _N_OPTIONS + 3))
+
+
+def scaled_once(ctx: Any, upstream: torch.Tensor) -> Any:
+    """The gradients of ctx times the loss's own, in place: there is no room for a second weight."""
+    if ctx.gradients is None:
         raise FailedPrecondition(
             "backward: got a second pass through one loss, allowed one: its gradients were made with it"
         )
-    ctx.spent = True
-    plain = is_plain(upstream)
-    scaled = []
-    for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad):
-        if not wanted:
-            scaled.append(None)
-        elif not plain:
-            scaled.append(gradient * upstream)
-        elif upstream.is_cuda or upstream.item() != 1:
-            scaled.append(gradient.mul_(upstream))
-        else:
-            scaled.append(gradient)
-    return (*scaled, *nothing)
+    gradients, ctx.gradients = ctx.gradients, None
+    if upstream.is_cuda or upstream.item() != 1:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(upstream)
+    return gradients
 
 
 torch.library.register_autograd("logitd::loss_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
@@ -140,15 +139,28 @@ torch.library.register_autograd("logitd::loss_reduced", _reduced_backward, setup
 
 
 class _Rows(torch.autograd.Function):
-    forward = staticmethod(_loss_rows)
-    setup_context = staticmethod(_keep_rows)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        answers = _loss_rows(*inputs)
+        _keep_rows(ctx, inputs, answers)
+        return answers
+
     backward = staticmethod(torch.autograd.function.once_differentiable(_rows_backward))
 
 
 class _Reduced(torch.autograd.Function):
-    forward = staticmethod(_loss_reduced)
-    setup_context = staticmethod(_keep_reduced)
-    backward = staticmethod(torch.autograd.function.once_differentiable(_reduced_backward))
+    @staticmethod
+    def forward(ctx: Any, rows: Any, weight: Any, bias: Any, target: Any, upstream: Any, options: Any) -> Any:
+        wants = (True, *ctx.needs_input_grad[1:3])
+        answers, ctx.gradients = _losses.training(rows, weight, bias, target, upstream, options, wants)
+        ctx.mark_non_differentiable(answers)
+        ctx.set_materialize_grads(False)
+        return torch.dot(answers[0], upstream), answers
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Any, _: Any) -> Any:
+        return (*scaled_once(ctx, upstream), None, None, None)
 
 
 def is_plain(*tensors: Any) -> bool:
@@ -160,16 +172,19 @@ def is_plain(*tensors: Any) -> bool:
 
 def loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
     """float32 [3, rows]: loss, logsumexp, target_logprob; the first has gradients."""
-    if is_plain(rows, weight, bias):
+    if not is_plain(rows, weight, bias):
+        return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in (rows, weight, bias)):
         return _Rows.apply(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
-    return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+    return _losses.forward(rows, weight, bias, target, options)
 
 
 def loss_reduced(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, options: Options
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """sum(upstream * loss), which has gradients, and the answers of loss_rows."""
+    if is_plain(rows, weight, bias):
+        return _Reduced.apply(rows, weight, bias, target, upstream, options)  # type: ignore[no-any-return]
     wants = tuple(of is not None and of.requires_grad for of in (rows, weight, bias))
-    run = _Reduced.apply if is_plain(rows, weight, bias) else torch.ops.logitd.loss_reduced
-    total, answers, *_ = run(rows, weight, bias, target, upstream, *options, *wants)
+    total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, upstream, *options, *wants)
     return total, answers.detach()

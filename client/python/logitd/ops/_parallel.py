@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _losses
-from logitd.ops._losses import Losses, Options, weights_of
+from logitd.ops._losses import Options, weights_of
 
 _places: Dict[Tuple[int, int], Tuple[int, int]] = {}
 
@@ -95,8 +95,8 @@ class _Sharded(torch.autograd.Function):
 @torch.compiler.disable
 def sharded(
     rows: Any, weight: Any, bias: Any, target: Any, shape: Any, reduction: str, options: Options, group: Any
-) -> Losses:
-    """linear_cross_entropy of a shard."""
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """linear_cross_entropy of a shard: the loss, and float32 [3, rows] of every row's answers."""
     first, vocab = _place_of(group, weight.shape[0], rows)
     options = options._replace(first_token=first, vocab=vocab)
     if 0 <= options.ignore_index < vocab:
@@ -108,8 +108,5 @@ def sharded(
             raise InvalidArgument(f"target: got {int(target[row])} at row {row}, allowed 0..{vocab - 1}, or ignore_index")
     answers = _Sharded.apply(rows, weight, bias, target, options, group)
     if reduction == "none":
-        loss = answers[0].view(shape)
-    else:
-        loss = torch.dot(answers[0], weights_of(rows, target, options.ignore_index, reduction))
-    losses, logsumexp, target_logprob = (of.view(shape) for of in answers.detach().unbind())
-    return Losses(loss, losses, logsumexp, target_logprob)
+        return answers[0].view(shape), answers
+    return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, reduction)), answers

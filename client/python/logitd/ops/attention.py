@@ -125,8 +125,14 @@ torch.library.register_autograd("logitd::attention_softmax", _backward, setup_co
 
 
 class _Softmax(torch.autograd.Function):
-    forward = staticmethod(_attention_softmax)
-    setup_context = staticmethod(_keep)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        output = _attention_softmax(*inputs)
+        _keep(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        return output
+
     backward = staticmethod(torch.autograd.function.once_differentiable(_backward))
 
 
@@ -174,7 +180,10 @@ def scaled_masked_softmax(
         sinks = sinks.float().contiguous()
     left, right = window
     wide = out_dtype is torch.float32
-    run = _Softmax.apply if is_plain(scores, mask, sinks) else torch.ops.logitd.attention_softmax
+    run = torch.ops.logitd.attention_softmax
+    if is_plain(scores, mask, sinks):
+        wanted = torch.is_grad_enabled() and (scores.requires_grad or (sinks is not None and sinks.requires_grad))
+        run = _Softmax.apply if wanted else _attention_softmax
     probs, _ = run(scores, mask, sinks, float(scale), int(left), 0 if causal else int(right), wide)
     return probs  # type: ignore[no-any-return]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
-from logitd.errors import FailedPrecondition, InvalidArgument
+from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
-from logitd.ops._loss_autograd import LIBRARY, is_plain
+from logitd.ops._loss_autograd import LIBRARY, is_plain, scaled_once
 from logitd.ops._losses import ones
 from logitd.ops._tensors import (
     Parameter,
@@ -146,27 +146,15 @@ def _(rows: Any, weight: Any, *rest: Any) -> Any:
 
 def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[2:])
-    ctx.spent = False
     ctx.set_materialize_grads(False)
 
 
 def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    if upstream is None:
-        return (None,) * 12
-    if ctx.spent:
-        raise FailedPrecondition(
-            "backward: got a second pass through one loss, allowed one: its gradients were made with it"
-        )
-    ctx.spent = True
-    scale = is_plain(upstream) and (upstream.is_cuda or upstream.item() != 1)
-    scaled = []
-    for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad):
-        if wanted and not is_plain(upstream):
-            gradient = gradient * upstream
-        elif wanted and scale:
-            gradient = gradient.mul_(upstream)
-        scaled.append(gradient if wanted else None)
-    return (*scaled, *[None] * 9)
+    given = (
+        gradient * upstream if wanted and upstream is not None else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)
+    )
+    return (*given, *[None] * 9)
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
@@ -189,14 +177,24 @@ torch.library.register_autograd("logitd::divergence_rows", _rows_backward, setup
 
 
 class _Reduced(torch.autograd.Function):
-    forward = staticmethod(_divergence_reduced)
-    setup_context = staticmethod(_keep_reduced)
-    backward = staticmethod(torch.autograd.function.once_differentiable(_reduced_backward))
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        loss, gradients = _run(*inputs, ctx.needs_input_grad[:3])
+        ctx.gradients = [of if wanted else None for of, wanted in zip(gradients, ctx.needs_input_grad)]
+        return torch.dot(loss, inputs[6])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        return (*scaled_once(ctx, upstream), *[None] * 8)
 
 
 class _Rows(torch.autograd.Function):
-    forward = staticmethod(_divergence_rows)
-    setup_context = staticmethod(_keep_rows)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        _keep_rows(ctx, inputs, None)
+        return _divergence_rows(*inputs)
+
     backward = staticmethod(torch.autograd.function.once_differentiable(_rows_backward))
 
 
@@ -280,8 +278,10 @@ def linear_divergence(
     plain = is_plain(*tensors[:6])
     wants = [x is not None and x.requires_grad for x in tensors[:3]]
     if reduction != "none" and torch.is_grad_enabled() and any(wants) and rows.dtype is not torch.float16:
-        run = _Reduced.apply if plain else torch.ops.logitd.divergence_reduced
-        return run(*tensors, numbers, KINDS.index(kind), wants)[0]  # type: ignore[no-any-return]
+        if plain:
+            return _Reduced.apply(*tensors, numbers, KINDS.index(kind))  # type: ignore[no-any-return]
+        recorded = torch.ops.logitd.divergence_reduced(*tensors, numbers, KINDS.index(kind), wants)
+        return recorded[0]  # type: ignore[no-any-return]
     losses = (_Rows.apply if plain else torch.ops.logitd.divergence_rows)(*tensors, numbers, KINDS.index(kind))
     if reduction != "none":
         return torch.dot(losses, weights)

@@ -5,7 +5,7 @@ The library's ops are kernels/cross_entropy.h and kernels/linear.h of the source
 
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 
@@ -37,27 +37,34 @@ def _target_of(target: Any, like: torch.Tensor, shape: Any) -> torch.Tensor:
     check_device("target", target, like, "the input")
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise InvalidArgument(f"target dtype: got {str(target.dtype)[6:]}, allowed an integer type")
-    return target.reshape(-1).to(torch.int64).contiguous()
+    if target.dim() != 1:
+        target = target.reshape(-1)
+    return target.to(torch.int64).contiguous()
 
 
 def _reduced(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, shape: Any, reduction: str, options: Options
-) -> Losses:
-    gradients = torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in (rows, weight, bias))
-    # Under f16 weights the factor of the loss must be in the gradients before they are rounded.
-    if reduction == "none" or not gradients or rows.dtype is torch.float16:
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and float32 [3, rows] of every row's answers."""
+    wanted = torch.is_grad_enabled() and (
+        rows.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
+    )
+    if reduction == "none":
         answers = loss_rows(rows, weight, bias, target, options)
-        losses = answers[0]
-        if reduction == "none":
-            loss = losses.view(shape)
-        else:
-            loss = torch.dot(losses, weights_of(rows, target, options.ignore_index, reduction))
-        answers = answers.detach()
-    else:
-        upstream = weights_of(rows, target, options.ignore_index, reduction)
-        loss, answers = loss_reduced(rows, weight, bias, target, upstream, options)
-    losses, logsumexp, target_logprob = (of.view(shape) for of in answers.unbind())
-    return Losses(loss, losses, logsumexp, target_logprob)
+        return answers[0].view(shape), answers
+    weights = weights_of(rows, target, options.ignore_index, reduction)
+    # Under f16 weights the factor of the loss must be in the gradients before they are rounded.
+    if wanted and rows.dtype is not torch.float16:
+        return loss_reduced(rows, weight, bias, target, weights, options)
+    answers = loss_rows(rows, weight, bias, target, options)
+    return torch.dot(answers[0], weights), answers
+
+
+def losses_of(loss: torch.Tensor, answers: torch.Tensor, shape: Any, stats: bool) -> Union[torch.Tensor, Losses]:
+    """What a function on losses returns."""
+    if not stats:
+        return loss
+    return Losses(loss, *(of.view(shape) for of in answers.detach().unbind()))
 
 
 def cross_entropy(
@@ -87,8 +94,9 @@ def cross_entropy(
         _one_of("smoothing", smoothing, _SMOOTHINGS),
     )  # fmt: skip
     _one_of("reduction", reduction, _REDUCTIONS)
-    result = _reduced(rows_of(logits), None, None, _target_of(target, logits, shape), shape, reduction, options)
-    return result if stats else result.loss
+    targets = _target_of(target, logits, shape)
+    loss, answers = _reduced(rows_of(logits), None, None, targets, shape, reduction, options)
+    return losses_of(loss, answers, shape, stats)
 
 
 def linear_cross_entropy(
@@ -157,7 +165,7 @@ def linear_cross_entropy(
     if group is not None:
         from logitd.ops._parallel import sharded
 
-        result = sharded(rows, weight, bias, targets, shape, reduction, options, group)
+        loss, answers = sharded(rows, weight, bias, targets, shape, reduction, options, group)
     else:
-        result = _reduced(rows, weight, bias, targets, shape, reduction, options)
-    return result if stats else result.loss
+        loss, answers = _reduced(rows, weight, bias, targets, shape, reduction, options)
+    return losses_of(loss, answers, shape, stats)
