@@ -4,6 +4,7 @@
     tokens = generate(model, client, **inputs, seed=7, sampling=dict(temperature=0.8, top_p=0.9), max_new_tokens=50)
 
 With `head=`, the model's own output head does not run: its hidden states go to the server, which has the head loaded.
+With `assistant_model=`, a smaller model drafts tokens, and the server verifies them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 import transformers
 
 from logitd import _arrays
-from logitd._generation import BY_PROCESSOR, DRAW, FIELDS, MODE, OUTPUT
+from logitd._generation import BY_PROCESSOR, DRAW, FIELDS, MODE, OUTPUT, sampling_of
 from logitd.client import Client
 from logitd.errors import InvalidArgument
-from logitd.results import Ragged, RowStatus, SampleResult
+from logitd.results import Head, Ragged, RowStatus, SampleResult, VerifyResult
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _WITH_HISTORY = (*_PENALTIES, "watermark_width")
@@ -31,21 +32,25 @@ _EncoderPenalty = transformers.EncoderRepetitionPenaltyLogitsProcessor
 _NO_LOGITS = "the model's logits are not on this side"
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()  # of the hooks in models
-_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class _NoHead(torch.nn.Module):
     """In place of a model's output head: keeps the hidden states, and gives logits of 1, which take no memory. A ban or
-    a penalty for some tokens shows in them; a penalty would not in logits of 0."""
+    a penalty for some tokens shows in them; a penalty would not in logits of 0.
 
-    def __init__(self, vocab: int) -> None:
+    writable: the logits take memory, for a caller that writes into them.
+    """
+
+    def __init__(self, vocab: int, writable: bool) -> None:
         super().__init__()
-        self.vocab = vocab
+        self.vocab, self.writable = vocab, writable
         self.hidden: Optional[torch.Tensor] = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.hidden = hidden[:, -1].detach()
-        return hidden.new_ones(()).expand(*hidden.shape[:-1], self.vocab)
+        self.hidden = hidden.detach()
+        ones = hidden.new_ones(()).expand(*hidden.shape[:-1], self.vocab)
+        return ones.contiguous() if self.writable else ones
 
 
 class _Hook:
@@ -84,6 +89,16 @@ def _hooked(model: Any) -> Iterator[None]:
                 del hook.model._get_logits_processor
 
 
+def get_head(client: Client, name: str) -> Head:
+    """The server's head of this name. InvalidArgument: it has a final norm, which the model's hidden states are after."""
+    head = client.get_head(name)
+    if head.final_norm:
+        raise InvalidArgument(
+            f"head: got {name!r}, loaded with its final norm, which the model has done already; allowed is a head without"
+        )
+    return head
+
+
 class Sampler(transformers.LogitsProcessor):
     """A LogitsProcessor that draws each row's next token with logitd, and leaves generate only that one.
 
@@ -104,6 +119,8 @@ class Sampler(transformers.LogitsProcessor):
 
     results: what Client.sample gave, step by step.
     """
+
+    _writes = False  # whether generate writes into the logits
 
     def __init__(
         self,
@@ -130,12 +147,7 @@ class Sampler(transformers.LogitsProcessor):
         self._taken: Dict[str, Any] = {}  # parameters in place of processors
         self._unseen = np.zeros((), np.int64)  # tokens at the beginning of all rows, or of each, that penalties do not see
         self._encoder_ids: Optional[torch.Tensor] = None  # where not None: the tokens that they see
-        self._head = None if head is None else client.get_head(head)
-        if self._head is not None and self._head.final_norm:
-            raise InvalidArgument(
-                f"head: got {head!r}, loaded with its final norm, which the model has done already; allowed "
-                "is a head without"
-            )
+        self._head = None if head is None else get_head(client, head)
         self._no_head: Optional[_NoHead] = None
 
     @contextlib.contextmanager
@@ -152,7 +164,7 @@ class Sampler(transformers.LogitsProcessor):
                 raise InvalidArgument(
                     f"head: got {self._head.name!r} of hidden size {self._head.hidden}, allowed is the model's: {width}"
                 )
-            self._no_head = _NoHead(self._head.vocab)
+            self._no_head = _NoHead(self._head.vocab, self._writes)
             model.set_output_embeddings(self._no_head)
             try:
                 yield self
@@ -222,35 +234,162 @@ class Sampler(transformers.LogitsProcessor):
         """[N, V]: 0 for the token drawn in each row, -inf for all others. ValueError: a row has no token to draw."""
         result = self._sample(input_ids, scores)
         self.results.append(result)
-        if not bool(result.ok.all()):
-            row = int((~result.ok).nonzero()[0])
-            raise ValueError(
-                f"row {row}: {RowStatus(int(result.status[row])).name}, at token {int(result.status_position[row])}"
-            )
-        tokens = torch.as_tensor(result.tokens).to(device=scores.device, dtype=torch.int64)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+        _check_rows(result, len(scores))
+        return _only(torch.as_tensor(result.tokens), scores)
 
-    def _sample(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
+    def _params(self, rows: int) -> Dict[str, Any]:
         params = {**self._sampling, **self._taken}
-        rows, vocab = scores.shape
         params["seed"] = [self._seed + row for row in range(rows)] if isinstance(self._seed, int) else self._seed
         if len(params["seed"]) != rows:
             raise InvalidArgument(f"seed: got {len(params['seed'])} seeds, allowed one, or {rows} (rows)")
-        params["position"] = len(self.results)
-        if any(name in params for name in _WITH_HISTORY):
-            params["history"] = self._history(input_ids, vocab)
-        if self._head is None:
-            return self._client.sample(scores.float(), **params)
-        if self._no_head is None or self._no_head.hidden is None:
+        return params
+
+    def _hidden(self, rows: slice) -> torch.Tensor:
+        """[N, rows, D], the model's last hidden states at these places, in the head's type."""
+        if self._head is None or self._no_head is None or self._no_head.hidden is None:
             raise RuntimeError(
                 "sampler: got a head but the model's own ran, allowed is generate within attached(model)"
             )
+        return self._no_head.hidden[:, rows].to(TYPES[self._head.dtype])
+
+    def _sample(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
+        params = self._params(len(scores))
+        params["position"] = len(self.results)
+        if any(name in params for name in _WITH_HISTORY):
+            params["history"] = self._history(input_ids, scores.shape[1])
+        if self._head is None:
+            return self._client.sample(scores.float(), **params)
+        hidden = self._hidden(slice(-1, None))[:, 0]
         if bool((scores != scores[:, :1]).any()):
             raise InvalidArgument(
                 f"logits_processor: got one that changes logits, allowed none with a head: {_NO_LOGITS}; see `sampling`"
             )
-        hidden = self._no_head.hidden.to(_TYPES[self._head.dtype])
         return self._client.sample(hidden=hidden, head=self._head.name, **params)
+
+
+def _check_rows(result: SampleResult, rows: int) -> None:
+    """ValueError: one of the first `rows` rows has no token."""
+    (faulty,) = np.nonzero(~np.asarray(result.ok)[:rows])
+    if len(faulty):
+        row = int(faulty[0])
+        raise ValueError(
+            f"row {row}: {RowStatus(int(result.status[row])).name}, at token {int(result.status_position[row])}"
+        )
+
+
+def _only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores, as `scores`, that leave only one token in each row."""
+    index = tokens.to(device=scores.device, dtype=torch.int64)[:, None]
+    return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
+
+
+class _Drafts:
+    """In place of a model's candidate generator: tells a verifier which tokens are drafts."""
+
+    def __init__(self, own: Any, verifier: "_Verifier") -> None:
+        self._own, self._verifier = own, verifier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Tuple[torch.Tensor, None]:
+        self._verifier._begin(input_ids)
+        ids = self._own.get_candidates(input_ids, *args, **kwargs)[0]
+        self._verifier._take_drafts(ids)
+        return ids, None  # without their logits, transformers compares tokens
+
+
+class _Verifier(Sampler):
+    """A Sampler of one sequence, for generate with an assistant_model.
+
+    transformers runs both models, and asks for a token at each draft and after the last one. At the first of them, all
+    go to the server in one call of verify, as greedy drafts: the tokens are those of sample, with the same seed and
+    positions, whatever the assistant. The assistant draws its drafts with the same seed and positions too, which makes
+    them equal to the model's tokens as often as the two models agree.
+    """
+
+    _writes = True
+
+    def __init__(self, client: Client, **options: Any) -> None:
+        super().__init__(client, **options)
+        self._others: Any = ()  # processors of logits, before the draw
+        self._prompt: Optional[int] = None  # tokens
+        self._known = 0  # tokens before the drafts
+        self._candidates: Optional[torch.Tensor] = None  # [1, known + drafts]; None: the assistant is at work
+        self._logits: Optional[torch.Tensor] = None  # [1, drafts + 1 or more, V]
+        self._tokens = np.zeros(0, np.int32)  # those that hold, from the first draft on
+
+    @contextlib.contextmanager
+    def attached(self, model: Any) -> Iterator["Sampler"]:
+        make = model._get_candidate_generator  # of a wrapper, as PEFT's: that of its model
+        owner = make.__self__
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            self._logits = output.logits.detach()
+
+        with super().attached(model):
+            owner._get_candidate_generator = lambda *args, **kwargs: _Drafts(make(*args, **kwargs), self)
+            handle = owner.register_forward_hook(keep)
+            try:
+                yield self
+            finally:
+                handle.remove()
+                del owner._get_candidate_generator
+
+    def _take_over(self, make: Callable[[Any], Any], config: Any, given: Sequence[Any]) -> Any:
+        made = super()._take_over(make, config, given)
+        self._others = type(made)(made[:-1])
+        return type(made)([self])
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
+        self._known = input_ids.shape[1]
+        self._prompt = self._known if self._prompt is None else self._prompt
+        self._candidates = None
+
+    def _take_drafts(self, ids: torch.Tensor) -> None:
+        self._candidates = ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[1, V]: as Sampler, for the token after `input_ids`."""
+        if self._candidates is None:
+            drawn = self._draft(input_ids, scores)
+            return _only(torch.as_tensor(drawn.tokens), scores) if bool(drawn.ok.all()) else scores
+        place = input_ids.shape[1] - self._known
+        if place == 0:
+            result = self._verify(self._candidates.to(scores.device), scores.shape[1])
+            self.results.append(result)
+            count = int(result.accepted[0]) + 1
+            _check_rows(result, count)
+            self._tokens = np.asarray(result.tokens)[:count]
+        # After the bonus token nothing is read: it differs from the draft there.
+        token = self._tokens[min(place, len(self._tokens) - 1)]
+        return _only(torch.tensor([int(token)]), scores)
+
+    def _draft(self, input_ids: torch.Tensor, scores: torch.Tensor) -> SampleResult:
+        params = self._params(len(scores))
+        params["position"] = input_ids.shape[1] - (self._prompt or 0)
+        if any(name in params for name in _WITH_HISTORY):
+            params["history"] = self._history(input_ids, scores.shape[1])
+        return self._client.sample(scores.float(), **params)
+
+    def _verify(self, ids: torch.Tensor, vocab: int) -> VerifyResult:
+        first = self._known - (self._prompt or 0)
+        lengths = range(self._known, ids.shape[1] + 1)
+        params = self._params(1)
+        params["seed"] = params["seed"] * len(lengths)
+        params["position"] = [first + i for i in range(len(lengths))]
+        if any(name in params for name in _WITH_HISTORY):
+            seen = [self._history(ids[:, :length], vocab) for length in lengths]
+            params["history"] = [one.values for one in seen]
+        params.update(sequence_rows=[len(lengths)], drafts=ids[0, self._known :].tolist())
+        if self._head is not None:
+            hidden = self._hidden(slice(-len(lengths), None))[0]
+            return self._client.verify(hidden=hidden, head=self._head.name, **params)
+        assert self._logits is not None
+        rows = self._logits[0, -len(lengths) :].to(ids.device, torch.float32)
+        if self._others:
+            rows = torch.cat([self._others(ids[:, :n], rows[i : i + 1].clone()) for i, n in enumerate(lengths)])
+        return self._client.verify(rows, **params)
 
 
 def _refusal(one: Any, config: Any, given: Sequence[Any]) -> InvalidArgument:
@@ -273,10 +412,15 @@ def generate(
     *args: Any,
     seed: Union[int, Sequence[int]],
     head: Optional[str] = None,
-    sampling: Optional[Mapping[str, Any]] = None,
+    sampling: Union[Mapping[str, Any], transformers.GenerationConfig, None] = None,
     **kwargs: Any,
 ) -> Any:
     """model.generate(*args, **kwargs), with tokens drawn by logitd. Sampler has seed, head and sampling.
+
+    sampling: or a GenerationConfig in place of `generation_config`. Its draw is done by logitd, with parameters of the
+        same meaning (_generation.sampling_of), and the rest by transformers.
+    assistant_model: among kwargs, a smaller model of the same tokenizer that drafts tokens; one sequence. The server
+        verifies them, so the tokens are those without it, for the same seed. The model is not for other use meanwhile.
 
     InvalidArgument: arguments, also of a `generation_config`, that leave the choice of tokens to transformers, such as
     do_sample, num_beams, temperature or typical_p; or num_return_sequences: repeat rows of the prompt instead. What the
@@ -287,9 +431,16 @@ def generate(
     if len(args) > 1:  # as model.generate has them
         args, kwargs = (args[0], *args[2:]), {"generation_config": args[1], **kwargs}
     given = list(kwargs.pop("logits_processor", None) or [])
+    if isinstance(sampling, transformers.GenerationConfig):
+        if kwargs.get("generation_config") is not None:
+            raise InvalidArgument("generation_config: got one beside that of sampling, allowed one of them")
+        kwargs["generation_config"], sampling = _divided(sampling, getattr(model, "generation_config", None))
     _check_choice(kwargs)
     _check_penalty(kwargs, given, (sampling or {}).get("repetition_penalty"))
-    sampler = Sampler(client, seed=seed, head=head, sampling=sampling)
+    if kwargs.get("assistant_model") is model:
+        raise InvalidArgument(f"assistant_model: got {model!r:.80}, allowed another than the model itself")
+    assisted = FIELDS["assistant_model"].asks(kwargs.get("assistant_model"))
+    sampler = (_Verifier if assisted else Sampler)(client, seed=seed, head=head, sampling=sampling)
     own = getattr(model, "generation_config", None)
     modes = {name: field for name, field in FIELDS.items() if field.use == MODE and field.asks(getattr(own, name, None))}
     ours = {name: field.off[0] if field.off else None for name, field in modes.items()}
@@ -298,6 +449,16 @@ def generate(
         return model.generate(
             *args, **{**kwargs, **ours}, logits_processor=transformers.LogitsProcessorList([*given, sampler])
         )
+
+
+def _divided(config: Any, own: Any) -> Tuple[Any, Dict[str, Any]]:
+    """A GenerationConfig as that of the part that transformers does, and the parameters of Client.sample."""
+    params = sampling_of(config, own)
+    rest, plain = copy.deepcopy(config), transformers.GenerationConfig()
+    for name in (name for name, field in FIELDS.items() if field.chooses):
+        if hasattr(rest, name):
+            setattr(rest, name, getattr(plain, name, None))
+    return rest, params
 
 
 def _stated(kwargs: Mapping[str, Any], name: str) -> List[Tuple[str, Any]]:

@@ -17,9 +17,9 @@ import torch
 from logitd import _arrays
 from logitd.client import Client
 from logitd.errors import InvalidArgument
+from logitd.transformers import TYPES
 
 _NAMES = ("logprobs", "logprob_token_ids", "actual_logprobs", "actual_token_ids")
-_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Teacher:
@@ -119,7 +119,7 @@ class Teacher:
                 vocab = rows.shape[-1]
             else:
                 head = self._client.get_head(self._head)
-                given, vocab = dict(hidden=rows.to(_TYPES[head.dtype]), head=self._head), head.vocab
+                given, vocab = dict(hidden=rows.to(TYPES[head.dtype]), head=self._head), head.vocab
             k = min(top, vocab)
             got = self._client.score_stream(
                 **given, targets=np.asarray(targets), temperature=temperature, top_logprobs=k
