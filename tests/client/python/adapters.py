@@ -1,0 +1,70 @@
+"""The adapters of the Python client as users get them: each with its extra, in a virtual environment of its own.
+
+usage: adapters.py SERVER [SET...]. The sets are the keys of SETS; default: all. torch, which all of them need, is
+installed once, in an environment that the others see. Exits with 77 (skipped) where no virtual environment can be made
+or no package index be reached.
+"""
+
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+from package import CLIENT, TESTS, Failed, run, skip_where
+
+SETS = {  # extra: modules of tests
+    "transformers": ("transformers_test", "assisted_test"),
+    "trl": ("trl_test",),
+    "lm-eval": ("lm_eval_test",),
+}
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 0.2 GB in place of 3, which CUDA's libraries take
+
+
+def environment(folder, base=None):
+    """A virtual environment, which sees the packages of `base` after its own; the path of its interpreter."""
+    skip_where("no virtual environment", sys.executable, "-m", "venv", folder)
+    if base is not None:
+        (packages,) = base.glob("lib/python*/site-packages")
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"{packages}\n")
+    return folder / "bin/python"
+
+
+def install(python, *packages):
+    return (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages)
+
+
+def install_torch(python):
+    """Without CUDA where PyTorch's own index can be reached, else from the usual one."""
+    try:
+        run(*install(python, "torch", "--index-url", CPU_TORCH, "--retries", "0", "--timeout", "10"))
+    except Failed:
+        skip_where("no package index", *install(python, "torch"))
+
+
+def main():
+    server, sets = os.path.abspath(sys.argv[1]), sys.argv[2:] or list(SETS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        start = time.monotonic()
+        install_torch(environment(folder / "base"))
+        print(f"torch: installed in {time.monotonic() - start:.0f} s", flush=True)
+        for extra in sets:
+            start = time.monotonic()
+            python = environment(folder / extra, folder / "base")
+            run(*install(python, f"{CLIENT}[{extra}]"))
+            installed = time.monotonic()
+            said = run(python, TESTS / "run.py", server, *SETS[extra], PYTHONPATH=str(TESTS))
+            if "skipped" in said or "OK" not in said:
+                raise Failed(f"{extra}: not all tests ran\n{said}")
+            print(f"{extra}: installed in {installed - start:.0f} s, ran in {time.monotonic() - installed:.0f} s", flush=True)
+    print("1 passed, 0 failed")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Failed as failure:
+        print(failure)
+        sys.exit(1)
