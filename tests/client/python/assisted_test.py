@@ -18,6 +18,7 @@ try:
     from transformers_test import tiny
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
+torch.set_num_threads(1)  # the server's threads need the other cores
 
 SAMPLING = (
     dict(temperature=0),
