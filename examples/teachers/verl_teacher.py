@@ -10,8 +10,9 @@ log-probabilities of a finished sequence. The client only needs that method:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Sequence
+from typing import Any
 
 from logitd import InvalidArgument
 from logitd.trl import Teacher

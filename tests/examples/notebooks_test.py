@@ -14,7 +14,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/client/python"))
-from run import stage  # noqa: E402; exits with 77 where grpcio, NumPy or protobuf is missing
+# It exits with 77 where grpcio, NumPy or protobuf is missing.
+from run import stage
 
 try:
     import ipykernel  # noqa: F401
