@@ -9,6 +9,7 @@ add_custom_command(TARGET logitctl POST_BUILD VERBATIM
                    COMMAND sh -c "\"$0\" completion bash > \"$1\"" $<TARGET_FILE:logitctl> ${CMAKE_BINARY_DIR}/logitctl.bash)
 install(FILES ${CMAKE_BINARY_DIR}/logitctl.bash RENAME logitctl
         DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions COMPONENT runtime)
+install(TARGETS logitd_c LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT runtime NAMELINK_COMPONENT development)
 install(FILES deploy/systemd/logitd.service DESTINATION lib/systemd/system COMPONENT runtime)
 install(FILES README.md docs/operations.md docs/security.md docs/semantics.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT runtime)
 install(FILES LICENSE RENAME copyright DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT runtime)
@@ -34,7 +35,7 @@ endif()
 foreach(dir client kernels)
   install(DIRECTORY ${dir} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/logitd COMPONENT development
           FILES_MATCHING PATTERN "*.h"
-          PATTERN cli EXCLUDE PATTERN python EXCLUDE PATTERN transport EXCLUDE PATTERN messages EXCLUDE PATTERN calls EXCLUDE PATTERN cpu EXCLUDE PATTERN cuda EXCLUDE)
+          PATTERN c_api EXCLUDE PATTERN cli EXCLUDE PATTERN python EXCLUDE PATTERN transport EXCLUDE PATTERN messages EXCLUDE PATTERN calls EXCLUDE PATTERN cpu EXCLUDE PATTERN cuda EXCLUDE)
 endforeach()
 install(DIRECTORY ${CMAKE_BINARY_DIR}/proto/logitd DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development
         FILES_MATCHING PATTERN "*.h")
@@ -71,6 +72,6 @@ set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME liblogitd-dev)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "libgrpc++-dev, protobuf-compiler-grpc, libprotobuf-dev, libssl-dev, libabsl-dev, libhwy-dev")
 set(CPACK_COMPONENT_RUNTIME_DESCRIPTION
-    "The server logitd, its command line logitctl and its load generator, with a systemd unit.")
+    "The server logitd, its command line logitctl and its load generator, with a systemd unit; liblogitd, the ops for other languages.")
 set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "The C++ client and the ops as libraries, for find_package(logitd).")
 include(CPack)

@@ -22,9 +22,9 @@ RUNTIME = {
     "usr/bin/logitd", "usr/bin/logitctl", "usr/bin/load_bench", "usr/lib/systemd/system/logitd.service",
     "usr/share/bash-completion/completions/logitctl", "usr/share/doc/logitd/copyright",
     "usr/share/doc/logitd/operations.md", "usr/share/doc/logitd/security.md", "usr/share/doc/logitd/semantics.md",
-    "usr/share/doc/logitd/README.md",
+    "usr/share/doc/logitd/README.md", "usr/lib/liblogitd.so.1", "usr/lib/liblogitd.so.1.0",
 }
-DEVELOPMENT = {"usr/include/logitd/client/client.h", "usr/include/logitd/kernels/backend.h",
+DEVELOPMENT = {"usr/include/logitd/client/client.h", "usr/include/logitd/kernels/backend.h", "usr/include/logitd/kernels/c_api.h", "usr/lib/liblogitd.so",
                "usr/include/logitd/v1/sampler.pb.h", "usr/share/logitd/proto/logitd/v1/sampler.proto"}
 
 

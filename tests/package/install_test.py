@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Other CMake projects can use an installed logitd: examples/cpp builds against it and runs.
+"""Other projects can use an installed logitd: examples/cpp builds against it by CMake and runs, and examples/c by cc.
 
     install_test.py BUILD_DIR
 """
 
 import math
+import os
 import pathlib
 import re
 import signal
@@ -47,6 +48,7 @@ def main():
         prefix = scratch / "prefix"
         run("cmake", "--install", build, "--component", "development", "--prefix", prefix)
         check_relocatable(prefix, build)
+        run("cmake", "--install", build, "--component", "runtime", "--prefix", prefix)
         prefix = prefix.rename(scratch / "moved")
         configure = ["cmake", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release"]
         run(*configure, "-S", SOURCE / "examples/cpp", "-B", scratch / "example")
@@ -66,7 +68,13 @@ def main():
             if "CUDAToolkit" in file.read_text() or "CUDA::" in file.read_text():
                 sys.exit(f"{file.name}: asks for the CUDA toolkit")
 
-        answers = {"top_k": run(scratch / "example/top_k")}
+        (library,) = prefix.rglob("liblogitd.so")
+        run("cc", "-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", f"-I{prefix}/include",
+            SOURCE / "examples/c/top_k.c", f"-L{library.parent}", "-llogitd", "-o", scratch / "top_k_c")
+        answers = {
+            "top_k": run(scratch / "example/top_k"),
+            "examples/c": run(scratch / "top_k_c", env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)}),
+        }
         server = subprocess.Popen([build / "logitd", "--backend", "cpu", "--metrics-listen", "off", "--listen",
                                    f"unix:{scratch}/socket"], stderr=subprocess.PIPE, text=True)
         try:
@@ -83,7 +91,7 @@ def main():
         for name, answer in answers.items():
             if answer != expected():
                 sys.exit(f"{name}: got\n{answer}allowed\n{expected()}")
-    print("examples/cpp: both programs give the probabilities worked out here")
+    print("examples/cpp and examples/c: all programs give the probabilities worked out here")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The adapters of the Python client as users get them: each with its extra, in a virtual environment of its own.
+"""logitd.ops and the adapters as users get them: each with its extra, in a virtual environment of its own.
 
-usage: adapters.py SERVER [SET...]. The sets are the keys of SETS; default: all. torch, which all of them need, is
-installed once, in an environment that the others see. Exits with 77 (skipped) where no virtual environment can be made
-or no package index be reached.
+usage: adapters.py SERVER LIBRARY [SET...]. The sets are the keys of SETS; default: all. The wheel has LIBRARY in it.
+torch, which all of them need, is installed once, in an environment that the others see. Exits with 77 (skipped) where no
+virtual environment can be made or no package index be reached.
 """
 
 import os
@@ -13,12 +13,14 @@ import time
 
 from package import CLIENT, TESTS, Failed, run, skip_where
 
+OPS = ("structs", "losses", "parallel", "attention", "tokens", "divergence")
 SETS = {  # extra: modules of tests
+    "torch": tuple(f"ops_{name}_test" for name in OPS),
     "transformers": ("transformers_test", "assisted_test"),
     "trl": ("trl_test",),
     "lm-eval": ("lm_eval_test",),
 }
-CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 0.2 GB in place of 3, which CUDA's libraries take
+PROGRAMS = {"torch": (CLIENT.parents[1] / "examples/training/tiny_transformer.py",)}
 
 
 def environment(folder, base=None):
@@ -35,29 +37,23 @@ def install(python, *packages):
     return (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages)
 
 
-def install_torch(python):
-    """Without CUDA where PyTorch's own index can be reached, else from the usual one."""
-    try:
-        run(*install(python, "torch", "--index-url", CPU_TORCH, "--retries", "0", "--timeout", "10"))
-    except Failed:
-        skip_where("no package index", *install(python, "torch"))
-
-
 def main():
-    server, sets = os.path.abspath(sys.argv[1]), sys.argv[2:] or list(SETS)
+    server, library, sets = *map(os.path.abspath, sys.argv[1:3]), sys.argv[3:] or list(SETS)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         start = time.monotonic()
-        install_torch(environment(folder / "base"))
+        skip_where("no package index", *install(environment(folder / "base"), "torch"))
         print(f"torch: installed in {time.monotonic() - start:.0f} s", flush=True)
         for extra in sets:
             start = time.monotonic()
             python = environment(folder / extra, folder / "base")
-            run(*install(python, f"{CLIENT}[{extra}]"))
+            run(*install(python, f"{CLIENT}[{extra}]"), LOGITD_OPS=library)
             installed = time.monotonic()
             said = run(python, TESTS / "run.py", server, *SETS[extra], PYTHONPATH=str(TESTS))
             if "skipped" in said or "OK" not in said:
                 raise Failed(f"{extra}: not all tests ran\n{said}")
+            for program in PROGRAMS.get(extra, ()):
+                print(run(python, program), end="")
             print(f"{extra}: installed in {installed - start:.0f} s, ran in {time.monotonic() - installed:.0f} s", flush=True)
     print("1 passed, 0 failed")
 

@@ -1,6 +1,6 @@
 """The Python client as users get it: installed with pip, as a wheel and as an sdist, with old and new protobuf.
 
-usage: package.py SERVER. Exits with 77 (skipped) where no virtual environment can be made or no package index be
+usage: package.py SERVER LIBRARY, the library of logitd.ops. Exits with 77 (skipped) where no virtual environment can be made or no package index be
     reached.
 """
 
@@ -113,8 +113,22 @@ def install_as_documented(folder):
         run("sh", "-ec", f"cd '{folder}'\n{block}", PATH=path)
 
 
+def check_library(folder, pip, python, library):
+    """A wheel of the checkout has the library that is built, and what it needs beside it; the library loads."""
+    run(python, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", folder / "ops", CLIENT, LOGITD_OPS=library)  # fmt: skip
+    (wheel,) = (folder / "ops").glob("*.whl")
+    if not re.search(r"-py3-none-linux_\w+\.whl$", wheel.name):
+        raise Failed(f"wheel: got the name {wheel.name}, allowed one with the platform's tag")
+    run(*pip, "--no-deps", "--target", folder / "with_ops", wheel)
+    load = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).logitd_abi_version())"
+    if run(python, "-c", load, folder / "with_ops/logitd/liblogitd.so").strip() != "1":
+        raise Failed("liblogitd.so: got another version, allowed 1")
+
+
 def main():
-    server = os.path.abspath(sys.argv[1])
+    server, library = map(os.path.abspath, sys.argv[1:3])
+    os.environ["LOGITD_OPS"] = "off"  # the client alone
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         python = folder / "build/venv/bin/python"
@@ -129,6 +143,7 @@ def main():
             python, "-m", "build", "--no-isolation", "--outdir", folder / "dist", CLIENT
         )  # the wheel is built from the sdist
         check_contents(folder / "dist")
+        check_library(folder, pip, python, library)
 
         for version in PROTOBUF:
             run(*pip, "--no-deps", "--target", folder / version, f"protobuf=={version}")
