@@ -214,6 +214,9 @@ int32_t logitd_run_sample(logitd_context* context, const logitd_call* call,
 /* ---- cross_entropy (kernels/cross_entropy.h, kernels/linear.h) */
 
 enum { LOGITD_SMOOTHING_TORCH = 0, LOGITD_SMOOTHING_MEGATRON = 1 };
+/* What a row's loss weighs in `total`: nothing; 1; or 1 / the rows that are not ignored, NaN where
+ * there are none. */
+enum { LOGITD_REDUCE_NONE = 0, LOGITD_REDUCE_SUM = 1, LOGITD_REDUCE_MEAN = 2 };
 
 /* The losses of rows, shared by the three ops below. */
 typedef struct logitd_loss_rows {
@@ -239,7 +242,7 @@ typedef struct logitd_cross_entropy {
   const logitd_head* head; /* or null */
   logitd_loss_rows rows;
   int32_t top_logprobs; /* 0..128 */
-  int32_t reserved;
+  int32_t reduction;
   float* loss;               /* [rows] */
   float* logsumexp;          /* [rows] */
   float* target_logprob;     /* [rows] */
@@ -248,6 +251,7 @@ typedef struct logitd_cross_entropy {
   int32_t* top_ids;          /* [rows, top_logprobs]; not null where that is not 0 */
   float* top_values;         /* [rows, top_logprobs], log-probabilities; likewise */
   logitd_row_status* status; /* [rows] */
+  float* total;              /* [1]; not null where there is a reduction */
 } logitd_cross_entropy;
 int32_t logitd_run_cross_entropy(logitd_context* context, const logitd_call* call,
                                  const logitd_cross_entropy* op);
@@ -275,7 +279,7 @@ typedef struct logitd_cross_entropy_training {
   logitd_tensor input;     /* as in the backward */
   const logitd_head* head; /* without a norm; or null */
   logitd_loss_rows rows;
-  const float* upstream;     /* [rows] */
+  const float* upstream;     /* [rows]; null where there is a reduction: then it is of `total` */
   float* loss;               /* [rows] */
   float* logsumexp;          /* [rows] */
   float* target_logprob;     /* [rows] */
@@ -283,6 +287,9 @@ typedef struct logitd_cross_entropy_training {
   logitd_tensor d_input;     /* as in the backward; not null */
   logitd_tensor d_weight;    /* likewise; may be null */
   float* d_bias;             /* [vocab], or null */
+  int32_t reduction;
+  int32_t reserved;
+  float* total; /* as in the forward */
 } logitd_cross_entropy_training;
 int32_t logitd_run_cross_entropy_training(logitd_context* context, const logitd_call* call,
                                           const logitd_cross_entropy_training* op);

@@ -185,7 +185,7 @@ def queued():
     target = torch.randint(0, vocab, (rows,), device="cuda")
     op = _structs.CrossEntropy()
     kept = _losses._input(op, logits, None, None, target, _losses.Options(-100, 1.0, 0.0, 0.0, 0.0, 1.0, 0))
-    answers = _losses._answers(op, logits)
+    answers = _losses._answers(op, logits, 0)
     op.struct_size = _structs.ctypes.sizeof(op)
     place = _library._CUDA[0]
     call = place.call(torch.cuda.current_stream().cuda_stream, rows)

@@ -34,6 +34,23 @@ class CpuDevice final : public Device {
     return absl::OkStatus();
   }
 
+  absl::Status Weigh(const Reduction& of) override {
+    int64_t count = 0;
+    for (int64_t r = 0; r < of.rows; ++r) count += of.targets[r] != of.ignored ? 1 : 0;
+    const float weight = of.mean ? static_cast<float>(1.0 / static_cast<double>(count)) : 1.0f;
+    for (int64_t r = 0; r < of.rows; ++r)
+      of.weights[r] = of.targets[r] != of.ignored ? weight : 0.0f;
+    of.weights[of.rows] = weight;
+    return absl::OkStatus();
+  }
+
+  absl::Status Total(const Reduction& of) override {
+    double sum = 0;
+    for (int64_t r = 0; r < of.rows; ++r) sum += double{of.losses[r]};
+    *of.total = static_cast<float>(sum * double{of.weights[of.rows]});
+    return absl::OkStatus();
+  }
+
   absl::Status Run(const Op& op) override {
     LOGITD_RETURN_IF_ERROR(stream_->RunOp(op));
     return stream_->Wait().status();

@@ -19,6 +19,17 @@ constexpr size_t CallBytes(int64_t rows) {
   return (size_t{16} << 10) + static_cast<size_t>(rows) * 256;
 }
 
+// Losses of rows in one number: the sum of losses, or their mean over the rows that count.
+struct Reduction {
+  int64_t rows = 0;
+  const int64_t* targets = nullptr;  // [rows]
+  int64_t ignored = 0;               // the target of a row that does not count
+  bool mean = false;
+  float* weights = nullptr;       // [rows + 1]: of each row, and last of a row that counts
+  const float* losses = nullptr;  // [rows], 0 where a row does not count
+  float* total = nullptr;
+};
+
 // Used by one thread at a time. A call is Begin, then Take and Fill in any order, then Run.
 class Device {
  public:
@@ -36,6 +47,9 @@ class Device {
     return reinterpret_cast<T*>(TakeBytes(static_cast<size_t>(count) * sizeof(T)));
   }
   virtual absl::Status Fill(const RowFill& fill) = 0;
+  // Writes the weights; and, when the losses are there, the total.
+  virtual absl::Status Weigh(const Reduction& of) = 0;
+  virtual absl::Status Total(const Reduction& of) = 0;
   virtual absl::Status Run(const Op& op) = 0;
 
  protected:

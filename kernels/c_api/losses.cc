@@ -63,6 +63,29 @@ int64_t CountedRows(const logitd_loss_rows& from) {
   return from.counted_rows == 0 ? -1 : from.counted_rows;
 }
 
+// The reduction that an op asks for, with its weights made; rows 0 where it asks for none.
+absl::Status ReadReduction(Device& device, int32_t kind, float* total, const logitd_loss_rows& from,
+                           int64_t rows, Reduction& to) {
+  LOGITD_RETURN_IF_ERROR(CheckRange("reduction", kind, LOGITD_REDUCE_NONE, LOGITD_REDUCE_MEAN));
+  if (kind == LOGITD_REDUCE_NONE) return absl::OkStatus();
+  LOGITD_RETURN_IF_ERROR(CheckPointer("total", total));
+  to = {.rows = rows,
+        .targets = from.targets,
+        .ignored = from.ignore_index,
+        .mean = kind == LOGITD_REDUCE_MEAN,
+        .weights = device.Take<float>(rows + 1),
+        .total = total};
+  return device.Weigh(to);
+}
+
+// Runs an op that writes losses, then reduces them.
+absl::Status RunAndReduce(Device& device, const Op& op, Reduction& reduction, const float* losses) {
+  LOGITD_RETURN_IF_ERROR(device.Run(op));
+  if (reduction.rows == 0) return absl::OkStatus();
+  reduction.losses = losses;
+  return device.Total(reduction);
+}
+
 absl::Status Run(Device& device, const logitd_call& call, const logitd_cross_entropy& op) {
   Input input;
   LOGITD_RETURN_IF_ERROR(ReadInput(op.input, op.head, input));
@@ -88,14 +111,17 @@ absl::Status Run(Device& device, const logitd_call& call, const logitd_cross_ent
                   .top_ids = rows.Wanted(op.top_ids, op.top_logprobs),
                   .top_logprobs = rows.Wanted(op.top_values, op.top_logprobs),
                   .status = rows.Status(op.status)};
+  Reduction reduction;
+  LOGITD_RETURN_IF_ERROR(
+      ReadReduction(device, op.reduction, op.total, op.rows, input.tensor.rows, reduction));
   LOGITD_RETURN_IF_ERROR(rows.Fill(args.rows));
   if (input.linear) {
     const LinearCrossEntropyArgs linear = {
         .hidden = input.tensor, .head = input.head, .cross_entropy = args};
-    return device.Run(&linear);
+    return RunAndReduce(device, &linear, reduction, args.answers.loss);
   }
   args.logits = input.tensor;
-  return device.Run(&args);
+  return RunAndReduce(device, &args, reduction, args.answers.loss);
 }
 
 absl::Status CheckNoNorm(const HeadView& head) {
@@ -185,7 +211,6 @@ absl::Status Run(Device& device, const logitd_call& call, const logitd_cross_ent
   Input input;
   LOGITD_RETURN_IF_ERROR(ReadInput(op.input, op.head, input));
   LOGITD_RETURN_IF_ERROR(CheckShard(op.rows, input, /*allowed=*/false));
-  LOGITD_RETURN_IF_ERROR(CheckPointer("upstream", op.upstream));
   LOGITD_RETURN_IF_ERROR(CheckPointer("d_input", op.d_input.data));
   LOGITD_RETURN_IF_ERROR(device.Begin(call, input.tensor.rows));
   LossRows rows(device, input.tensor.rows, VocabOf(op.rows, input));
@@ -196,6 +221,11 @@ absl::Status Run(Device& device, const logitd_call& call, const logitd_cross_ent
                                        .logsumexp = rows.Answer(op.logsumexp),
                                        .target_logprob = rows.Answer(op.target_logprob),
                                        .status = rows.Status(op.status)};
+  Reduction reduction;
+  LOGITD_RETURN_IF_ERROR(
+      ReadReduction(device, op.reduction, op.total, op.rows, input.tensor.rows, reduction));
+  const float* const upstream = reduction.rows > 0 ? reduction.weights : op.upstream;
+  LOGITD_RETURN_IF_ERROR(CheckPointer("upstream", upstream));
   const CrossEntropyRow* made = nullptr;
   LOGITD_RETURN_IF_ERROR(rows.Fill(made));
   if (!input.linear) {
@@ -206,15 +236,15 @@ absl::Status Run(Device& device, const logitd_call& call, const logitd_cross_ent
                                                     .max_extra_ids = 0,
                                                     .counted_rows = CountedRows(op.rows),
                                                     .answers = answers},
-                                           .upstream = op.upstream,
+                                           .upstream = upstream,
                                            .d_logits = to.logits,
                                            .softcap = op.rows.softcap > 0};
-    return device.Run(&args);
+    return RunAndReduce(device, &args, reduction, answers.loss);
   }
   LinearCrossEntropyTrainingArgs args = {
-      .gradient = LinearBackward(input, to, op.upstream, CountedRows(op.rows)), .answers = answers};
+      .gradient = LinearBackward(input, to, upstream, CountedRows(op.rows)), .answers = answers};
   args.gradient.rows = made;
-  return device.Run(&args);
+  return RunAndReduce(device, &args, reduction, answers.loss);
 }
 
 absl::Status Run(Device& device, const logitd_call& call, const logitd_divergence_training& op) {

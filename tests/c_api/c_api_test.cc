@@ -96,6 +96,40 @@ TEST_F(CApiTest, TrainingGivesTheGradientsOfTheBackward) {
   EXPECT_EQ(std::vector<float>(first.begin() + 14, first.end()), std::vector<float>(7, 0));
 }
 
+TEST_F(CApiTest, ReductionsWeighRowsThatCount) {
+  float total = 0;
+  logitd_cross_entropy op = Losses();
+  op.total = &total;
+  for (const int32_t reduction : {LOGITD_REDUCE_SUM, LOGITD_REDUCE_MEAN}) {
+    const double share = reduction == LOGITD_REDUCE_MEAN ? 0.5 : 1;
+    op.reduction = reduction;
+    ASSERT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_OK) << logitd_error();
+    EXPECT_NEAR(total, share * (Loss(0) + Loss(1)), 1e-5);
+
+    std::vector<float> gradient(21, 7);
+    logitd_cross_entropy_training both = {.struct_size = sizeof(both), .input = op.input};
+    both.rows = op.rows;
+    both.reduction = reduction;
+    both.total = &total;
+    both.d_input = Tensor(gradient, kVocab);
+    total = -1;
+    ASSERT_EQ(logitd_run_cross_entropy_training(context_, &call_, &both), LOGITD_OK);
+    EXPECT_NEAR(total, share * (Loss(0) + Loss(1)), 1e-5);
+    EXPECT_NEAR(gradient[3], share * (std::exp(3 - LogSumExp(0)) - 1), 1e-6);
+    EXPECT_EQ(gradient[15], 0);
+  }
+  targets_ = {-100, -100, -100};
+  ASSERT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_OK);
+  EXPECT_TRUE(std::isnan(total));
+  op.reduction = 3;
+  EXPECT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_INVALID_ARGUMENT);
+  EXPECT_THAT(logitd_error(), HasSubstr("reduction: got 3, allowed 0..2"));
+  op.reduction = LOGITD_REDUCE_SUM;
+  op.total = nullptr;
+  EXPECT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_INVALID_ARGUMENT);
+  EXPECT_THAT(logitd_error(), HasSubstr("total: got null"));
+}
+
 // Two shards of 3 and 4 tokens: their gradients are parts of the whole head's.
 TEST_F(CApiTest, ShardsOfAnySizeGiveTheGradientsOfTheHead) {
   constexpr int64_t kHidden = 4;

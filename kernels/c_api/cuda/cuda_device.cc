@@ -58,6 +58,14 @@ class CudaDevice final : public Device {
     return cuda::ToStatus(FillRows(fill, stream_), "rows");
   }
 
+  absl::Status Weigh(const Reduction& of) override {
+    return cuda::ToStatus(WeighRows(of, stream_), "weights of rows");
+  }
+
+  absl::Status Total(const Reduction& of) override {
+    return cuda::ToStatus(TotalRows(of, stream_), "total of losses");
+  }
+
   absl::Status Run(const Op& op) override {
     return std::visit(
         [&, name = NameOf(op)](const auto* args) {

@@ -23,7 +23,51 @@ __global__ void __launch_bounds__(kThreads) FillRowsKernel(const __grid_constant
   RefuseRow(fill, r, parameter, lane, kWarp);
 }
 
+constexpr int kReducers = 1024;
+
+// The sum of each thread's value, for all threads of the one block.
+template <class T>
+__device__ T SumOfBlock(T value) {
+  __shared__ T sums[kReducers];
+  const int thread = static_cast<int>(threadIdx.x);
+  sums[thread] = value;
+  for (int half = kReducers / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) sums[thread] += sums[thread + half];
+  }
+  __syncthreads();
+  return sums[0];
+}
+
+__global__ void __launch_bounds__(kReducers) WeighKernel(const __grid_constant__ Reduction of) {
+  float weight = 1;
+  if (of.mean) {
+    int64_t count = 0;
+    for (int64_t r = threadIdx.x; r < of.rows; r += kReducers)
+      count += of.targets[r] != of.ignored ? 1 : 0;
+    weight = static_cast<float>(1.0 / static_cast<double>(SumOfBlock(count)));
+  }
+  for (int64_t r = threadIdx.x; r < of.rows; r += kReducers)
+    of.weights[r] = of.targets[r] != of.ignored ? weight : 0.0f;
+  if (threadIdx.x == 0) of.weights[of.rows] = weight;
+}
+
+__global__ void __launch_bounds__(kReducers) TotalKernel(const __grid_constant__ Reduction of) {
+  double sum = 0;
+  for (int64_t r = threadIdx.x; r < of.rows; r += kReducers) sum += double{of.losses[r]};
+  sum = SumOfBlock(sum);
+  if (threadIdx.x == 0) *of.total = static_cast<float>(sum * double{of.weights[of.rows]});
+}
+
 }  // namespace
+
+cudaError_t WeighRows(const Reduction& of, cudaStream_t stream) {
+  return cuda::LaunchKernel(&WeighKernel, {.grid = dim3(1), .threads = kReducers}, stream, of);
+}
+
+cudaError_t TotalRows(const Reduction& of, cudaStream_t stream) {
+  return cuda::LaunchKernel(&TotalKernel, {.grid = dim3(1), .threads = kReducers}, stream, of);
+}
 
 cudaError_t FillRows(const RowFill& fill, cudaStream_t stream) {
   return cuda::LaunchKernel(

@@ -171,7 +171,7 @@ class CrossEntropyTest(OpsTestCase):
             (r"target dtype: got float32, allowed an integer", (hidden, weight, target.float()), {}),
             (r"target: got 20 at row 2, allowed tokens", (hidden, weight, torch.tensor([0, 1, 20, 3])), {}),
             (r"bias: got shape \[8\], allowed \[20\]", (hidden, weight, target), {"bias": torch.zeros(8)}),
-            (r"reduction: got 'avg', allowed none, mean, sum", (hidden, weight, target), {"reduction": "avg"}),
+            (r"reduction: got 'avg', allowed none, sum, mean", (hidden, weight, target), {"reduction": "avg"}),
             (r"smoothing: got 'x', allowed torch, megatron", (hidden, weight, target), {"smoothing": "x"}),
             (r"label_smoothing: got 1 at row 0, allowed", (hidden, weight, target), {"label_smoothing": 1.0}),
             (r"temperature: got 0 at row 0, allowed", (hidden, weight, target), {"temperature": 0.0}),
@@ -237,7 +237,7 @@ class TorchTest(OpsTestCase):
         torch.library.opcheck(
             torch.ops.logitd.loss_rows.default, (rows, weight, None, target, *options), test_utils=which
         )
-        arguments = (rows, weight, None, target, torch.ones(4), *options, True, True, False)
+        arguments = (rows, weight, None, target, *options, 2, True, True, False)
         torch.library.opcheck(torch.ops.logitd.loss_reduced.default, arguments, test_utils=which)
 
     def test_other_peer(self):

@@ -30,7 +30,7 @@ LIBRARY.define(
     f"loss_gradients({_INPUT}, Tensor logsumexp, Tensor upstream, {_OPTIONS}, {_WANTS}) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    f"loss_reduced({_INPUT}, Tensor upstream, {_OPTIONS}, {_WANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"loss_reduced({_INPUT}, {_OPTIONS}, int reduction, {_WANTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -41,7 +41,7 @@ def _some(rows: torch.Tensor, gradients: Any) -> Tuple[torch.Tensor, torch.Tenso
 
 
 def _loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, *options: Any) -> torch.Tensor:
-    return _losses.forward(rows, weight, bias, target, Options(*options))
+    return _losses.forward(rows, weight, bias, target, Options(*options))[0]
 
 
 def _loss_gradients(
@@ -52,11 +52,13 @@ def _loss_gradients(
 
 
 def _loss_reduced(
-    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, *rest: Any
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, *rest: Any
 ) -> Tuple[torch.Tensor, ...]:
-    options, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:]
-    answers, gradients = _losses.training(rows, weight, bias, target, upstream, options, (True, *wants[1:]))
-    return (torch.dot(answers[0], upstream), answers, *_some(rows, gradients))
+    options, reduction, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS], rest[_N_OPTIONS + 1 :]
+    answers, total, gradients = _losses.training(
+        rows, weight, bias, target, options, reduction, (True, *wants[1:])
+    )
+    return (total, answers, *_some(rows, gradients))
 
 
 for _device in ("CPU", "CUDA"):
@@ -85,8 +87,8 @@ def _(rows: Any, weight: Any, bias: Any, target: Any, logsumexp: Any, upstream: 
 
 
 @torch.library.register_fake("logitd::loss_reduced", lib=LIBRARY)
-def _(rows: Any, weight: Any, bias: Any, target: Any, upstream: Any, *rest: Any) -> Any:
-    options, wants = Options(*rest[:_N_OPTIONS]), (True, *rest[_N_OPTIONS + 1 :])
+def _(rows: Any, weight: Any, bias: Any, target: Any, *rest: Any) -> Any:
+    options, wants = Options(*rest[:_N_OPTIONS]), (True, *rest[_N_OPTIONS + 2 :])
     answers = rows.new_empty((3, rows.shape[0]), dtype=torch.float32)
     return (answers.new_empty(()), answers, *_fake_gradients(rows, weight, options, wants))
 
@@ -117,7 +119,7 @@ def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
         gradient * upstream if wanted and upstream is not None else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)
     )
-    return (*given, *[None] * (2 + _N_OPTIONS + 3))
+    return (*given, *[None] * (1 + _N_OPTIONS + 4))
 
 
 def scaled_once(ctx: Any, upstream: torch.Tensor) -> Any:
@@ -150,12 +152,12 @@ class _Rows(torch.autograd.Function):
 
 class _Reduced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Any, weight: Any, bias: Any, target: Any, upstream: Any, options: Any) -> Any:
+    def forward(ctx: Any, rows: Any, weight: Any, bias: Any, target: Any, options: Any, reduction: int) -> Any:
         wants = (True, *ctx.needs_input_grad[1:3])
-        answers, ctx.gradients = _losses.training(rows, weight, bias, target, upstream, options, wants)
+        answers, total, ctx.gradients = _losses.training(rows, weight, bias, target, options, reduction, wants)
         ctx.mark_non_differentiable(answers)
         ctx.set_materialize_grads(False)
-        return torch.dot(answers[0], upstream), answers
+        return total, answers
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -176,15 +178,15 @@ def loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, 
         return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in (rows, weight, bias)):
         return _Rows.apply(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
-    return _losses.forward(rows, weight, bias, target, options)
+    return _losses.forward(rows, weight, bias, target, options)[0]
 
 
 def loss_reduced(
-    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, options: Options
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options, reduction: int
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """sum(upstream * loss), which has gradients, and the answers of loss_rows."""
+    """The loss by the reduction of this place in REDUCTIONS, which has gradients, and the answers of loss_rows."""
     if is_plain(rows, weight, bias):
-        return _Reduced.apply(rows, weight, bias, target, upstream, options)  # type: ignore[no-any-return]
+        return _Reduced.apply(rows, weight, bias, target, options, reduction)  # type: ignore[no-any-return]
     wants = tuple(of is not None and of.requires_grad for of in (rows, weight, bias))
-    total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, upstream, *options, *wants)
+    total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, *options, reduction, *wants)
     return total, answers.detach()

@@ -10,6 +10,8 @@ import torch
 from logitd.ops import _library, _structs
 from logitd.ops._tensors import aligned, head_of, new_matrix, view
 
+REDUCTIONS = ("none", "sum", "mean")  # as the library numbers them
+SMOOTHINGS = ("torch", "megatron")  # likewise
 _PARAMETERS = ("target", "temperature", "label_smoothing", "z_loss")
 _ALLOWED = {
     "target": "tokens of the vocabulary, or ignore_index",
@@ -77,24 +79,28 @@ def _raise_refused(status: Optional[torch.Tensor], target: torch.Tensor) -> None
         _library.raise_refused(status, _PARAMETERS, {"target": target}, _ALLOWED)
 
 
-def _answers(op: Any, rows: torch.Tensor) -> torch.Tensor:
-    """float32 [3, rows]: loss, logsumexp, target_logprob."""
+def _answers(op: Any, rows: torch.Tensor, reduction: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """float32 [3, rows]: loss, logsumexp, target_logprob; and the reduced loss, or nothing."""
     count = rows.shape[0]
     answers = torch.empty((3, count), dtype=torch.float32, device=rows.device)
     at = answers.data_ptr()
     op.loss, op.logsumexp, op.target_logprob = at, at + 4 * count, at + 8 * count
-    return answers
+    total = torch.empty((), dtype=torch.float32, device=rows.device)
+    op.reduction, op.total = reduction, total.data_ptr()
+    return answers, total
 
 
-def forward(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
-    """float32 [3, rows]: loss, logsumexp, target_logprob."""
+def forward(
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options, reduction: int = 0
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """float32 [3, rows]: loss, logsumexp, target_logprob; and the loss by the reduction of this place in REDUCTIONS."""
     op = _structs.CrossEntropy()
     kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
-    answers = _answers(op, rows)
+    answers, total = _answers(op, rows, reduction)
     status = _status(op, rows, rows.shape[0])
     _library.run("cross_entropy", op, rows, rows.shape[0])
     _raise_refused(status, target)
-    return answers
+    return answers, total
 
 
 def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool, bool], part: bool) -> Any:
@@ -113,18 +119,17 @@ def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool
 
 
 def training(
-    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, upstream: torch.Tensor, options: Options, wants: Any
-) -> Tuple[torch.Tensor, Any]:
-    """The answers of forward, and the gradients of sum(upstream * loss)."""
+    rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options, reduction: int, wants: Any
+) -> Tuple[torch.Tensor, torch.Tensor, Any]:
+    """As forward with a reduction, and the gradients of the reduced loss."""
     op = _structs.CrossEntropyTraining()
     kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
-    answers = _answers(op, rows)
-    op.upstream = upstream.data_ptr()
+    answers, total = _answers(op, rows, reduction)
     gradients = _gradients(op, rows, weight, wants, part=False)
     status = _status(op, rows, rows.shape[0])
     _library.run("cross_entropy_training", op, rows, rows.shape[0])
     _raise_refused(status, target)
-    return answers, gradients
+    return answers, total, gradients
 
 
 def backward(

@@ -38,7 +38,7 @@ def _partials(rows: Any, weight: Any, bias: Any, target: torch.Tensor, options: 
     at = target - options.first_token
     held = (at >= 0) & (at < tokens) & (target != options.ignore_index)
     own = options._replace(ignore_index=-1, z_loss=0.0, smoothing=0, first_token=0, vocab=0)
-    loss, logsumexp, logprob = _losses.forward(rows, weight, bias, torch.where(held, at, 0), own).double()
+    loss, logsumexp, logprob = _losses.forward(rows, weight, bias, torch.where(held, at, 0), own)[0].double()
     logit = logprob + logsumexp  # of the target, or of token 0
     total = torch.zeros_like(loss)
     if smoothed:  # loss = logsumexp - (1 - e) logit - e mean

@@ -138,7 +138,7 @@ class CrossEntropy(Structure):
         ("head", POINTER(Head)),
         ("rows", LossRows),
         ("top_logprobs", c_int32),
-        ("reserved", c_int32),
+        ("reduction", c_int32),
         ("loss", c_void_p),
         ("logsumexp", c_void_p),
         ("target_logprob", c_void_p),
@@ -147,6 +147,7 @@ class CrossEntropy(Structure):
         ("top_ids", c_void_p),
         ("top_values", c_void_p),
         ("status", c_void_p),
+        ("total", c_void_p),
     ]
 
 
@@ -178,6 +179,9 @@ class CrossEntropyTraining(Structure):
         ("d_input", Tensor),
         ("d_weight", Tensor),
         ("d_bias", c_void_p),
+        ("reduction", c_int32),
+        ("reserved", c_int32),
+        ("total", c_void_p),
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from logitd.errors import InvalidArgument
 from logitd.ops._loss_autograd import loss_reduced, loss_rows
-from logitd.ops._losses import Losses, Options, weights_of
+from logitd.ops._losses import REDUCTIONS, SMOOTHINGS, Losses, Options, weights_of
 from logitd.ops._tensors import (
     check_device,
     check_shape,
@@ -19,9 +19,6 @@ from logitd.ops._tensors import (
     dtype_of,
     rows_of,
 )
-
-_REDUCTIONS = ("none", "mean", "sum")
-_SMOOTHINGS = ("torch", "megatron")
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> int:
@@ -52,12 +49,11 @@ def _reduced(
     if reduction == "none":
         answers = loss_rows(rows, weight, bias, target, options)
         return answers[0].view(shape), answers
-    weights = weights_of(rows, target, options.ignore_index, reduction)
     # Under f16 weights the factor of the loss must be in the gradients before they are rounded.
     if wanted and rows.dtype is not torch.float16:
-        return loss_reduced(rows, weight, bias, target, weights, options)
+        return loss_reduced(rows, weight, bias, target, options, REDUCTIONS.index(reduction))
     answers = loss_rows(rows, weight, bias, target, options)
-    return torch.dot(answers[0], weights), answers
+    return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, reduction)), answers
 
 
 def losses_of(loss: torch.Tensor, answers: torch.Tensor, shape: Any, stats: bool) -> Union[torch.Tensor, Losses]:
@@ -91,9 +87,9 @@ def cross_entropy(
     shape = logits.shape[:-1]
     options = Options(
         int(ignore_index), float(temperature), float(label_smoothing), float(z_loss), float(softcap), 1.0,
-        _one_of("smoothing", smoothing, _SMOOTHINGS),
+        _one_of("smoothing", smoothing, SMOOTHINGS),
     )  # fmt: skip
-    _one_of("reduction", reduction, _REDUCTIONS)
+    _one_of("reduction", reduction, REDUCTIONS)
     targets = _target_of(target, logits, shape)
     loss, answers = _reduced(rows_of(logits), None, None, targets, shape, reduction, options)
     return losses_of(loss, answers, shape, stats)
@@ -157,9 +153,9 @@ def linear_cross_entropy(
     shape = hidden.shape[:-1]
     options = Options(
         int(ignore_index), float(temperature), float(label_smoothing), float(z_loss), float(softcap), float(scale),
-        _one_of("smoothing", smoothing, _SMOOTHINGS),
+        _one_of("smoothing", smoothing, SMOOTHINGS),
     )  # fmt: skip
-    _one_of("reduction", reduction, _REDUCTIONS)
+    _one_of("reduction", reduction, REDUCTIONS)
     targets = _target_of(target, hidden, shape)
     rows = rows_of(hidden)
     if group is not None:
