@@ -119,7 +119,7 @@ def training():
             results.append(row)
             del states, weight, target
             torch.cuda.empty_cache()
-    workspace = sum(call.workspace_bytes for place in _library._CUDA.values() for _, call, _ in place.calls.values())
+    workspace = sum(call.workspace_bytes for place in _library._CUDA.values() for _, call in place.calls.values())
     return {"rows": results, "not_there": missing, "workspace_mib_of_logitd": workspace / MIB}
 
 

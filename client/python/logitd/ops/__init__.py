@@ -5,7 +5,7 @@
     loss.backward()
 
 They need liblogitd.so, which `pip install logitd[torch]` brings, and no server. CUDA graphs may capture an op after one
-call of it on the capturing stream with as many rows.
+call of it with tensors of these shapes; the graph holds its own workspace.
 """
 
 from logitd.ops._library import check, set_scratch_bytes

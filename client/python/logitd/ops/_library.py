@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import os
 import pathlib
 import threading
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -93,21 +94,45 @@ class _Cuda:
     def __init__(self, index: int) -> None:
         self.context = _open(b"cuda", index, 0)
         self.device = torch.device("cuda", index)
-        self.calls: Dict[int, Tuple[int, _structs.Call, torch.Tensor]] = {}
+        self.calls: Dict[int, Tuple[int, _structs.Call]] = {}
+        self.turn = threading.Lock()  # held until the op is enqueued: another thread may replace the workspace
 
     def call(self, stream: int, rows: int) -> _structs.Call:
-        """Where a call with so many rows runs. A workspace that was too small is freed in the order of the stream."""
-        room, call, _ = self.calls.get(stream, (-1, None, None))
+        """Where a call with so many rows runs. It holds its workspace.
+
+        A captured call has workspace of its own, in the memory of the graph, so that replays share none with other
+        calls. It is prepared again for each call: another may have had the memory in between.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return self._prepared(stream, torch.empty(self._bytes(rows), dtype=torch.uint8, device=self.device))
+        room, call = self.calls.get(stream, (-1, None))
         if rows <= room and call is not None:
             return call
+        current = torch.cuda.current_stream(self.device)
+        if call is not None:
+            call.memory.record_stream(current)
         room = max(_LEAST_ROWS, 1 << (rows - 1).bit_length())
-        count = _FUNCTIONS["workspace_bytes"](self.context, room)
-        memory = torch.empty(count, dtype=torch.uint8, device=self.device)
-        call = _structs.Call(stream, memory.data_ptr(), count)
+        with concurrent.futures.ThreadPoolExecutor(1) as elsewhere:
+            # torch sends what this thread allocates to a graph's memory while torch.compile warms up for a graph.
+            memory = elsewhere.submit(self._allocated, room).result()
+        current.wait_stream(torch.cuda.default_stream(self.device))  # whose memory it was
+        call = self._prepared(stream, memory)
+        self.calls[stream] = (room, call)
+        return call
+
+    def _bytes(self, rows: int) -> int:
+        return _FUNCTIONS["workspace_bytes"](self.context, rows)  # type: ignore[no-any-return]
+
+    def _allocated(self, room: int) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+            return torch.empty(self._bytes(room), dtype=torch.uint8, device=self.device)
+
+    def _prepared(self, stream: int, memory: torch.Tensor) -> _structs.Call:
+        call = _structs.Call(stream, memory.data_ptr(), memory.numel())
+        call.memory = memory  # type: ignore[attr-defined]
         code = _FUNCTIONS["prepare_workspace"](self.context, _byref(call))
         if code != 0:
             _raise(code)
-        self.calls[stream] = (room, call, memory)
         return call
 
 
@@ -116,12 +141,18 @@ _CUDA: Dict[int, _Cuda] = {}
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
-def run(name: str, op: ctypes.Structure, like: torch.Tensor, rows: int) -> None:
+def run(name: str, op: ctypes.Structure, like: torch.Tensor, rows: int, sums: Sequence[Any] = ()) -> None:
     """Runs an op where `like` is: on the current stream of its device, or on the CPU.
 
+    sums: outputs, or None, that add up over the rows. Without rows they become 0, and nothing runs.
     Raises the library's errors: what, got, allowed.
     """
     global _cpu
+    if rows == 0:
+        for output in sums:
+            if output is not None:
+                output.zero_()
+        return
     op.struct_size = ctypes.sizeof(op)
     if like.is_cuda:
         index = like.get_device()
@@ -129,7 +160,8 @@ def run(name: str, op: ctypes.Structure, like: torch.Tensor, rows: int) -> None:
         if place is None:
             with _lock:
                 place = _CUDA.setdefault(index, _CUDA.get(index) or _Cuda(index))
-        code = _RUN[name](place.context, _byref(place.call(_current_stream(index), rows)), _byref(op))
+        with place.turn:
+            code = _RUN[name](place.context, _byref(place.call(_current_stream(index), rows)), _byref(op))
     else:
         if _cpu is None:
             with _lock:

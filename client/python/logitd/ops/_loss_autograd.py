@@ -140,6 +140,23 @@ torch.library.register_autograd("logitd::loss_rows", _rows_backward, setup_conte
 torch.library.register_autograd("logitd::loss_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY)
 
 
+def only_once(backward: Any) -> Any:
+    """A backward whose gradients refuse to be differentiated: with create_graph, torch raises this text if they are."""
+
+    def run(ctx: Any, *upstream: Any) -> Any:
+        recorded = torch.is_grad_enabled()
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not recorded:
+            return gradients
+        refuse = torch._C._functions.DelayedError(
+            b"backward: got a second derivative of an op of logitd, allowed the first", len(gradients)
+        )
+        return refuse(*(None if of is None else of.detach().requires_grad_() for of in gradients))
+
+    return run
+
+
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
@@ -147,7 +164,7 @@ class _Rows(torch.autograd.Function):
         _keep_rows(ctx, inputs, answers)
         return answers
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(_rows_backward))
+    backward = staticmethod(only_once(_rows_backward))
 
 
 class _Reduced(torch.autograd.Function):
@@ -160,7 +177,7 @@ class _Reduced(torch.autograd.Function):
         return total, answers
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, upstream: Any, _: Any) -> Any:
         return (*scaled_once(ctx, upstream), None, None, None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
@@ -127,7 +126,7 @@ def training(
     answers, total = _answers(op, rows, reduction)
     gradients = _gradients(op, rows, weight, wants, part=False)
     status = _status(op, rows, rows.shape[0])
-    _library.run("cross_entropy_training", op, rows, rows.shape[0])
+    _library.run("cross_entropy_training", op, rows, rows.shape[0], gradients)
     _raise_refused(status, target)
     return answers, total, gradients
 
@@ -148,24 +147,18 @@ def backward(
     op.logsumexp = logsumexp.data_ptr()
     op.upstream = upstream.data_ptr()
     gradients = _gradients(op, rows, weight, wants, part=options.vocab > 0)
-    _library.run("cross_entropy_backward", op, rows, rows.shape[0])
+    _library.run("cross_entropy_backward", op, rows, rows.shape[0], gradients)
     return gradients
 
 
-_ones = threading.local()
-
-
 def ones(rows: torch.Tensor) -> torch.Tensor:
-    """float32 [rows] of 1. One is kept for each thread."""
-    kept = getattr(_ones, "kept", None)
-    if kept is None or kept.shape[0] != rows.shape[0] or kept.device != rows.device:
-        kept = _ones.kept = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
-    return kept  # type: ignore[no-any-return]
+    """float32 [rows] of 1. None is kept: it would belong to the first call's stream, graph or inference mode."""
+    return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
 
 
 def weights_of(rows: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
     """float32 [rows]: what each row's loss counts in the reduced one."""
     if reduction == "sum":
         return ones(rows)
-    counted = target.ne(ignore_index)
-    return counted / counted.sum()
+    counted = target.ne(ignore_index).float()  # the quotient of integers would have torch's default dtype
+    return counted.div_(counted.sum())

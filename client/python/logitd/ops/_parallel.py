@@ -8,28 +8,30 @@ scheme: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+import weakref
+from typing import Any, Dict, MutableMapping, Tuple
 
 import torch
 import torch.distributed as dist
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _losses
+from logitd.ops._loss_autograd import only_once
 from logitd.ops._losses import Options, weights_of
 
-_places: Dict[Tuple[int, int], Tuple[int, int]] = {}
+_places: MutableMapping[Any, Dict[int, Tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def _place_of(group: Any, tokens: int, like: torch.Tensor) -> Tuple[int, int]:
     """The first token of this rank's shard, and the tokens of all. Asked once for each group and size."""
-    key = (id(group), tokens)
-    if key not in _places:
+    places = _places.setdefault(group, {})
+    if tokens not in places:
         mine = torch.tensor([tokens], device=like.device)
         sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, mine, group=group)
         counts = [int(size) for size in sizes]
-        _places[key] = sum(counts[: dist.get_rank(group)]), sum(counts)
-    return _places[key]
+        places[tokens] = sum(counts[: dist.get_rank(group)]), sum(counts)
+    return places[tokens]
 
 
 def _partials(rows: Any, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
@@ -76,7 +78,7 @@ class _Sharded(torch.autograd.Function):
         return answers
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         rows, weight, bias, target, logsumexp = ctx.saved_tensors
         wants = (True, *ctx.needs_input_grad[1:3])

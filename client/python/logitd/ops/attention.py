@@ -11,7 +11,7 @@ import torch
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
-from logitd.ops._loss_autograd import LIBRARY, is_plain
+from logitd.ops._loss_autograd import LIBRARY, is_plain, only_once
 from logitd.ops._tensors import (
     DTYPES,
     as_f32,
@@ -61,7 +61,7 @@ def _attention_softmax(
     op.logsumexp = pointer(logsumexp) if sinks is not None else None
     status = torch.empty((count, 2), dtype=torch.int32, device=scores.device)
     op.status = status.data_ptr()
-    _library.run("attention_softmax", op, scores, 0)
+    _library.run("attention_softmax", op, scores, min(count, 1))  # it needs no workspace for rows
     return probs, logsumexp
 
 
@@ -78,7 +78,7 @@ def _attention_softmax_gradients(
         op.sinks, op.logsumexp, op.d_sinks = pointer(sinks), pointer(logsumexp), pointer(d_sinks)
     status = torch.empty((op.probs.rows, 2), dtype=torch.int32, device=probs.device)
     op.status = status.data_ptr()
-    _library.run("attention_softmax_backward", op, probs, 0)
+    _library.run("attention_softmax_backward", op, probs, min(op.probs.rows, 1), (d_sinks,))
     return d_scores, d_sinks.float()
 
 
@@ -133,13 +133,15 @@ class _Softmax(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return output
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(_backward))
+    backward = staticmethod(only_once(_backward))
 
 
 def _check_mask(mask: Any, scores: torch.Tensor) -> torch.Tensor:
     check_device("mask", check_tensor("mask", mask), scores, "scores")
     if mask.dtype is not torch.bool and mask.dtype not in DTYPES:
         raise InvalidArgument(f"mask dtype: got {str(mask.dtype)[6:]}, allowed bool, float32, float16, bfloat16")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument("mask: got a tensor that requires a gradient, allowed one without (it would get none)")
     if mask.dim() < 4:
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     allowed = all(size in (1, full) for size, full in zip(mask.shape[:3], scores.shape))

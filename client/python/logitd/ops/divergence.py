@@ -11,7 +11,7 @@ import torch
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
-from logitd.ops._loss_autograd import LIBRARY, is_plain, scaled_once
+from logitd.ops._loss_autograd import LIBRARY, is_plain, only_once, scaled_once
 from logitd.ops._losses import ones
 from logitd.ops._tensors import (
     Parameter,
@@ -79,8 +79,7 @@ def _run(
     op.upstream = upstream.data_ptr()
     loss = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
     op.loss = loss.data_ptr()
-    empty = rows.new_empty(0)
-    d_rows, d_weight, d_bias = empty, empty, empty
+    d_rows, d_weight, d_bias = (rows.new_empty(0) for _ in range(3))
     if wants[0]:
         d_rows = new_matrix(rows, *rows.shape)
         op.d_hidden = view(d_rows)
@@ -94,16 +93,21 @@ def _run(
     if _library.wants_status(rows):
         status = torch.zeros((rows.shape[0], 2), dtype=torch.int32, device=rows.device)
         op.status = status.data_ptr()
-    _library.run("divergence_training", op, rows, rows.shape[0])
+    _library.run("divergence_training", op, rows, rows.shape[0], (d_rows, d_weight, d_bias))
     if status is not None:
         values = {"temperature": temperatures, "reference_temperature": reference_temperatures}
         _library.raise_refused(status, ("temperature", "reference_temperature"), values, _ALLOWED)
     return loss, (d_rows, d_weight, d_bias)
 
 
+def _sum(loss: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """sum(weights * loss). A row of weight 0 does not count, also where its loss is not finite."""
+    return torch.dot(loss.masked_fill(weights == 0, 0.0), weights)
+
+
 def _divergence_reduced(*inputs: Any) -> Any:
     loss, gradients = _run(*inputs)
-    return (torch.dot(loss, inputs[6]), loss, *gradients)
+    return (_sum(loss, inputs[6]), loss, *gradients)
 
 
 def _divergence_rows(*inputs: Any) -> torch.Tensor:
@@ -181,10 +185,10 @@ class _Reduced(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         loss, gradients = _run(*inputs, ctx.needs_input_grad[:3])
         ctx.gradients = [of if wanted else None for of, wanted in zip(gradients, ctx.needs_input_grad)]
-        return torch.dot(loss, inputs[6])
+        return _sum(loss, inputs[6])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         return (*scaled_once(ctx, upstream), *[None] * 8)
 
@@ -195,7 +199,7 @@ class _Rows(torch.autograd.Function):
         _keep_rows(ctx, inputs, None)
         return _divergence_rows(*inputs)
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(_rows_backward))
+    backward = staticmethod(only_once(_rows_backward))
 
 
 def _check_pair(name: str, rows: Any, weight: Any, bias: Any, like: Any) -> Any:
@@ -284,5 +288,5 @@ def linear_divergence(
         return recorded[0]  # type: ignore[no-any-return]
     losses = (_Rows.apply if plain else torch.ops.logitd.divergence_rows)(*tensors, numbers, KINDS.index(kind))
     if reduction != "none":
-        return torch.dot(losses, weights)
+        return _sum(losses, weights)
     return (losses if mask is None else torch.where(weights > 0, losses, 0.0)).view(shape)

@@ -318,7 +318,7 @@ def _lists(name: str, value: Any, rows: int, device: torch.device) -> Tuple[Any,
         raise InvalidArgument(f"{name}: got {len(value)} lists, allowed {rows} (one for each row)")
     lists = [torch.as_tensor(of, dtype=torch.int64).reshape(-1) for of in value]
     lengths = torch.tensor([0] + [len(of) for of in lists])
-    return _tokens(torch.cat(lists).to(device)), lengths.cumsum(0).to(device)
+    return _tokens(torch.cat([lengths[:0], *lists]).to(device)), lengths.cumsum(0).to(device)
 
 
 def _tokens(ids: torch.Tensor) -> torch.Tensor:
@@ -348,10 +348,9 @@ def _mask_words(mask: Any, rows: int, vocab: int, device: torch.device) -> Any:
     check_shape("mask", check_tensor("mask", mask), (rows, vocab), "a value for each token of each row")
     if mask.dtype is not torch.bool:
         raise InvalidArgument(f"mask dtype: got {str(mask.dtype)[6:]}, allowed bool")
-    words = (vocab + 31) // 32
-    padded = torch.nn.functional.pad(mask.to(device), (0, words * 32 - vocab)).view(rows, words, 32)
-    bits = torch.arange(32, device=device)
-    return (padded.long() << bits).sum(-1).to(torch.int32)  # the upper bit wraps
+    padded = torch.nn.functional.pad(mask.to(device), (0, -vocab % 32)).view(rows, -1, 8)
+    bits = 1 << torch.arange(8, device=device, dtype=torch.uint8)
+    return (padded * bits).sum(-1, dtype=torch.uint8).view(torch.int32)  # little-endian, as the library's devices are
 
 
 def sample(
