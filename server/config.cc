@@ -453,8 +453,8 @@ void CheckNames(const CLI::App& app) {
                                    : "got a word, allowed only flags");
   }
   // Variables of this project's other programs.
-  for (const char* name :
-       {"LOGITD_ADDR", "LOGITD_TOKEN", "LOGITD_BINARY", "LOGITD_CUDA_ARCHITECTURES"}) {
+  for (const char* name : {"LOGITD_ADDR", "LOGITD_TOKEN", "LOGITD_BINARY", "LOGITD_LIBRARY",
+                           "LOGITD_CUDA_ARCHITECTURES"}) {
     variables.emplace_back(name);
   }
   for (char** at = environ; *at != nullptr; ++at) {
