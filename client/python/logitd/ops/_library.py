@@ -129,7 +129,7 @@ class _Cuda:
 
     def _prepared(self, stream: int, memory: torch.Tensor) -> _structs.Call:
         call = _structs.Call(stream, memory.data_ptr(), memory.numel())
-        call.memory = memory  # type: ignore[attr-defined]
+        call.memory = memory
         code = _FUNCTIONS["prepare_workspace"](self.context, _byref(call))
         if code != 0:
             _raise(code)

@@ -70,7 +70,7 @@ for _device in ("CPU", "CUDA"):
 def _fake_gradients(rows: torch.Tensor, weight: Any, options: Options, wants: Any) -> Any:
     part = torch.float32 if options.vocab > 0 else None
     return (
-        new_matrix(rows, *rows.shape, part) if wants[0] else rows.new_empty(0),
+        new_matrix(rows, *rows.shape, dtype=part) if wants[0] else rows.new_empty(0),
         new_matrix(weight, *weight.shape) if wants[1] else rows.new_empty(0),
         rows.new_empty(weight.shape[0], dtype=torch.float32) if wants[2] else rows.new_empty(0),
     )
@@ -192,9 +192,9 @@ def is_plain(*tensors: Any) -> bool:
 def loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> torch.Tensor:
     """float32 [3, rows]: loss, logsumexp, target_logprob; the first has gradients."""
     if not is_plain(rows, weight, bias):
-        return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+        return torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)
     if torch.is_grad_enabled() and any(of is not None and of.requires_grad for of in (rows, weight, bias)):
-        return _Rows.apply(rows, weight, bias, target, *options)  # type: ignore[no-any-return]
+        return _Rows.apply(rows, weight, bias, target, *options)
     return _losses.forward(rows, weight, bias, target, options)[0]
 
 

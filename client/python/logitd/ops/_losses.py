@@ -106,7 +106,7 @@ def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool
     """Tensors for the gradients that are wanted, of the input, the weight and the bias."""
     d_input = d_weight = d_bias = None
     if wants[0]:
-        d_input = new_matrix(rows, *rows.shape, torch.float32 if part else None)
+        d_input = new_matrix(rows, *rows.shape, dtype=torch.float32 if part else None)
         op.d_input = view(d_input)
     if wants[1]:
         d_weight = new_matrix(weight, *weight.shape)

@@ -56,7 +56,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return new_matrix(tensor, *tensor.shape).copy_(tensor)
 
 
-def new_matrix(like: torch.Tensor, rows: int, cols: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+def new_matrix(like: torch.Tensor, rows: int, cols: int, *, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     """An uninitialised [rows, cols] whose rows begin on 16-byte borders; contiguous where `cols` allows it."""
     dtype = dtype or like.dtype
     unit = 16 // dtype.itemsize

@@ -109,7 +109,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, d_probs: torch.Tensor, _: Any) -> Any:
     probs, sinks, logsumexp = ctx.saved_tensors
     run = _attention_softmax_gradients if is_plain(probs, d_probs) else torch.ops.logitd.attention_softmax_gradients
-    d_scores, d_sinks = run(probs, d_probs, sinks, logsumexp, *ctx.limits, ctx.dtype)
+    d_scores, d_sinks = run(probs, d_probs, sinks, logsumexp, *(*ctx.limits, ctx.dtype))
     return (
         d_scores if ctx.needs_input_grad[0] else None,
         None,
@@ -187,7 +187,7 @@ def scaled_masked_softmax(
         wanted = torch.is_grad_enabled() and (scores.requires_grad or (sinks is not None and sinks.requires_grad))
         run = _Softmax.apply if wanted else _attention_softmax
     probs, _ = run(scores, mask, sinks, float(scale), int(left), 0 if causal else int(right), wide)
-    return probs  # type: ignore[no-any-return]
+    return probs
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):

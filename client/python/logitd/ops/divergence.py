@@ -111,7 +111,7 @@ def _divergence_reduced(*inputs: Any) -> Any:
 
 
 def _divergence_rows(*inputs: Any) -> torch.Tensor:
-    return _run(*inputs, (False, False, False))[0]  # type: ignore[no-any-return]
+    return _run(*(*inputs, (False, False, False)))[0]
 
 
 def _divergence_gradients(*inputs: Any) -> Any:
@@ -183,7 +183,7 @@ torch.library.register_autograd("logitd::divergence_rows", _rows_backward, setup
 class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        loss, gradients = _run(*inputs, ctx.needs_input_grad[:3])
+        loss, gradients = _run(*(*inputs, ctx.needs_input_grad[:3]))
         ctx.gradients = [of if wanted else None for of, wanted in zip(gradients, ctx.needs_input_grad)]
         return _sum(loss, inputs[6])
 
@@ -283,9 +283,9 @@ def linear_divergence(
     wants = [x is not None and x.requires_grad for x in tensors[:3]]
     if reduction != "none" and torch.is_grad_enabled() and any(wants) and rows.dtype is not torch.float16:
         if plain:
-            return _Reduced.apply(*tensors, numbers, KINDS.index(kind))  # type: ignore[no-any-return]
+            return _Reduced.apply(*tensors, numbers, KINDS.index(kind))
         recorded = torch.ops.logitd.divergence_reduced(*tensors, numbers, KINDS.index(kind), wants)
-        return recorded[0]  # type: ignore[no-any-return]
+        return recorded[0]
     losses = (_Rows.apply if plain else torch.ops.logitd.divergence_rows)(*tensors, numbers, KINDS.index(kind))
     if reduction != "none":
         return _sum(losses, weights)

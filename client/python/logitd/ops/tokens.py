@@ -120,7 +120,7 @@ class _Input(NamedTuple):
 
     @property
     def vocab(self) -> int:
-        return self.rows.shape[1] if self.weight is None else self.weight.shape[0]
+        return self.rows.shape[1] if self.weight is None else self.weight.shape[0]  # type: ignore[no-any-return]
 
 
 def _input_of(value: Any, weight: Any, head_bias: Any, scale: float, softcap: float) -> _Input:
@@ -424,4 +424,4 @@ def sample(
     found = {name: next(answers) for name, _, _ in _answers_of(extra, dict(zip(_COUNTS, counts)))}
     found["top_logprobs"] = found.pop("top_values", None)
     shaped = {name: None if of_ is None else of_.view(*of.shape, *of_.shape[1:]) for name, of_ in found.items()}
-    return Sampled(*(shaped.get(name) for name in Sampled._fields))  # type: ignore[arg-type]
+    return Sampled(*(shaped.get(name) for name in Sampled._fields))
