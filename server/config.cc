@@ -454,7 +454,7 @@ void CheckNames(const CLI::App& app) {
   }
   // Variables of this project's other programs.
   for (const char* name : {"LOGITD_ADDR", "LOGITD_TOKEN", "LOGITD_BINARY", "LOGITD_LIBRARY",
-                           "LOGITD_CUDA_ARCHITECTURES"}) {
+                           "LOGITD_OPS", "LOGITD_CUDA_ARCHITECTURES"}) {
     variables.emplace_back(name);
   }
   for (char** at = environ; *at != nullptr; ++at) {
