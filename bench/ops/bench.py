@@ -227,39 +227,137 @@ def kernels():
 
 
 def compiled():
-    """torch.compile with inductor, and CUDA graphs, give what eager calls give."""
+    """torch.compile with inductor, and CUDA graphs, beside eager calls: the largest difference of each."""
+    parts = (inductor, reduced_overhead, captured_losses, captured_step)
+    return {part.__name__: attempt(part) for part in parts}
+
+
+def steps_apart(step):
+    """How far the loss and the weight's gradient of three calls of `step` are from eager ones."""
     states, weight, target = inputs(256, 512, 4000)
     eager = ops.linear_cross_entropy(states, weight, target)
     eager.backward()
-    gradient = weight.grad.clone()
-    weight.grad = None
-    step = torch.compile(lambda h, w, t: ops.linear_cross_entropy(h * 1.0, w, t), fullgraph=True)
-    loss = step(states, weight, target)
-    loss.backward()
-    same = {"compile: loss": loss.item() - eager.item(), "compile: gradient": (weight.grad - gradient).abs().max().item()}
-    frozen, frozen_weight = states.detach(), weight.detach()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        before = ops.linear_cross_entropy(frozen, frozen_weight, target, reduction="none")
-    stream.synchronize()
+    gradient, apart = weight.grad.clone(), []
+    for _ in range(3):
+        states.grad = weight.grad = None
+        loss = step(states, weight, target)
+        loss.backward()
+        apart.append((loss.item() - eager.item(), (weight.grad - gradient).abs().max().item()))
+    return apart
+
+
+def inductor():
+    return steps_apart(torch.compile(lambda h, w, t: ops.linear_cross_entropy(h * 1.0, w, t), fullgraph=True))
+
+
+def reduced_overhead():
+    """With the CUDA graphs of torch.compile."""
+    of = torch.compile(lambda h, w, t: ops.linear_cross_entropy(h * 1.0, w, t), mode="reduce-overhead", fullgraph=True)
+    return steps_apart(of)
+
+
+def captured_losses():
+    states, weight, target = (of.detach() for of in inputs(256, 512, 4000))
+    before = ops.linear_cross_entropy(states, weight, target, reduction="none")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = ops.linear_cross_entropy(frozen, frozen_weight, target, reduction="none")
-    captured.zero_()
-    graph.replay()
     torch.cuda.synchronize()
-    same["graph: losses"] = (captured - before).abs().max().item()
-    return same
+    with torch.cuda.graph(graph):
+        captured = ops.linear_cross_entropy(states, weight, target, reduction="none")
+    apart = []
+    for _ in range(2):
+        captured.zero_()
+        graph.replay()
+        other = ops.linear_cross_entropy(states, weight, target, reduction="none")  # shares nothing with the graph
+        torch.cuda.synchronize()
+        apart.append(((captured - before).abs().max().item(), (other - before).abs().max().item()))
+    return apart
+
+
+def captured_step():
+    """Forward and backward in one graph."""
+    states, weight, target = inputs(256, 512, 4000)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            states.grad = weight.grad = None
+            ops.linear_cross_entropy(states, weight, target).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    gradient = weight.grad.clone()
+    states.grad = weight.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.linear_cross_entropy(states, weight, target).backward()
+    apart = []
+    for _ in range(2):
+        weight.grad.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        apart.append((weight.grad - gradient).abs().max().item())
+    return apart
+
+
+def accuracy():
+    """The largest error of losses and gradients beside torch in float64, each beside the largest of its tensor."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, hidden, vocab in ((512, 1024, 32000), (77, 136, 5003)):
+            states, weight, target = inputs(rows, hidden, vocab, dtype)
+            doubles = [of.detach().double().requires_grad_() for of in (states, weight)]
+            loss = ops.linear_cross_entropy(states, weight, target, z_loss=1e-3)
+            logits = doubles[0] @ doubles[1].T
+            counted = target != -100
+            own = F.cross_entropy(logits, target) + 1e-3 * logits.logsumexp(-1)[counted].square().mean()
+            loss.backward()
+            own.backward()
+            pairs = ((loss, own), (states.grad, doubles[0].grad), (weight.grad, doubles[1].grad))
+            found[f"{str(dtype)[6:]} {rows} x {hidden} x {vocab}: loss, d_hidden, d_weight"] = [
+                ((mine.double() - other).abs().max() / other.abs().max()).item() for mine, other in pairs
+            ]
+    return found
+
+
+def curves():
+    """Losses of a small transformer, trained with torch's cross-entropy and with that of logitd.ops."""
+    losses = {}
+    for name in ("torch", "logitd"):
+        torch.manual_seed(3)
+        vocab, width = 512, 256
+        embed, head = torch.nn.Embedding(vocab, width), torch.nn.Linear(width, vocab, bias=False)
+        layer = torch.nn.TransformerEncoderLayer(width, 4, 512, dropout=0.0, batch_first=True)
+        model = torch.nn.ModuleList([embed, layer, head]).cuda()
+        tokens = torch.randint(0, vocab, (16, 65), device="cuda")
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(64, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        curve = []
+        for _ in range(50):
+            hidden, target = layer(embed(tokens[:, :-1]), src_mask=causal, is_causal=True), tokens[:, 1:]
+            if name == "torch":
+                loss = F.cross_entropy(head(hidden).flatten(0, 1), target.flatten())
+            else:
+                loss = ops.linear_cross_entropy(hidden, head.weight, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        losses[name] = curve
+    apart = max(abs(mine - own) for mine, own in zip(losses["logitd"], losses["torch"]))
+    return {"largest difference": apart, **losses}
+
+
+def attempt(part):
+    """What the part returns, or its error."""
+    try:
+        return part()
+    except Exception:
+        return {"error": traceback.format_exc()[-1500:]}
 
 
 def main():
     out = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     ops.linear_cross_entropy(*inputs(64, 64, 128)).backward()  # opens the device
-    for part in (overhead, queued, training, kernels, compiled):
-        try:
-            out[part.__name__] = part()
-        except Exception:
-            out[part.__name__] = {"error": traceback.format_exc()[-1500:]}
+    for part in (accuracy, overhead, queued, training, kernels, compiled, curves):
+        out[part.__name__] = attempt(part)
         print(part.__name__, json.dumps(out[part.__name__], indent=1), flush=True)
     with open(sys.argv[1], "w") as file:
         json.dump(out, file, indent=1)
