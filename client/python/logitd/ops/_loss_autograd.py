@@ -202,8 +202,15 @@ def loss_reduced(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options, reduction: int
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """The loss by the reduction of this place in REDUCTIONS, which has gradients, and the answers of loss_rows."""
-    if is_plain(rows, weight, bias):
-        return _Reduced.apply(rows, weight, bias, target, options, reduction)  # type: ignore[no-any-return]
     wants = tuple(of is not None and of.requires_grad for of in (rows, weight, bias))
-    total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, *options, reduction, *wants)
-    return total, answers.detach()
+    wanted = torch.is_grad_enabled() and any(wants)
+    if not is_plain(rows, weight, bias):
+        if not wanted:
+            answers = torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)
+            return torch.dot(answers[0], _losses.weights_of(rows, target, options.ignore_index, reduction)), answers
+        total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, *options, reduction, *wants)
+        return total, answers.detach()
+    if wanted:
+        return _Reduced.apply(rows, weight, bias, target, options, reduction)
+    answers, total = _losses.forward(rows, weight, bias, target, options, reduction)
+    return total, answers

@@ -85,6 +85,8 @@ def _answers(op: Any, rows: torch.Tensor, reduction: int) -> Tuple[torch.Tensor,
     at = answers.data_ptr()
     op.loss, op.logsumexp, op.target_logprob = at, at + 4 * count, at + 8 * count
     total = torch.empty((), dtype=torch.float32, device=rows.device)
+    if count == 0:  # nothing runs
+        total.fill_(float("nan") if REDUCTIONS[reduction] == "mean" else 0.0)
     op.reduction, op.total = reduction, total.data_ptr()
     return answers, total
 
@@ -156,9 +158,9 @@ def ones(rows: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
 
 
-def weights_of(rows: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
-    """float32 [rows]: what each row's loss counts in the reduced one."""
-    if reduction == "sum":
+def weights_of(rows: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int) -> torch.Tensor:
+    """float32 [rows]: what each row's loss counts in the loss by the reduction of this place in REDUCTIONS."""
+    if REDUCTIONS[reduction] == "sum":
         return ones(rows)
     counted = target.ne(ignore_index).float()  # the quotient of integers would have torch's default dtype
     return counted.div_(counted.sum())

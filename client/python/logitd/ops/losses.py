@@ -43,17 +43,15 @@ def _reduced(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, shape: Any, reduction: str, options: Options
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """The loss, and float32 [3, rows] of every row's answers."""
-    wanted = torch.is_grad_enabled() and (
-        rows.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
-    )
+    place = REDUCTIONS.index(reduction)
     if reduction == "none":
         answers = loss_rows(rows, weight, bias, target, options)
         return answers[0].view(shape), answers
     # Under f16 weights the factor of the loss must be in the gradients before they are rounded.
-    if wanted and rows.dtype is not torch.float16:
-        return loss_reduced(rows, weight, bias, target, options, REDUCTIONS.index(reduction))
-    answers = loss_rows(rows, weight, bias, target, options)
-    return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, reduction)), answers
+    if rows.dtype is torch.float16 and torch.is_grad_enabled():
+        answers = loss_rows(rows, weight, bias, target, options)
+        return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, place)), answers
+    return loss_reduced(rows, weight, bias, target, options, place)
 
 
 def losses_of(loss: torch.Tensor, answers: torch.Tensor, shape: Any, stats: bool) -> Union[torch.Tensor, Losses]:
