@@ -68,7 +68,9 @@ def peers():
     found["torch.compile of linear, cross_entropy"] = compiled
     if hasattr(F, "linear_cross_entropy"):
         found["torch.nn.functional.linear_cross_entropy"] = F.linear_cross_entropy
-    missing = {} if hasattr(F, "linear_cross_entropy") else {"torch.nn.functional.linear_cross_entropy": torch.__version__}
+    missing = (
+        {} if hasattr(F, "linear_cross_entropy") else {"torch.nn.functional.linear_cross_entropy": torch.__version__}
+    )
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -198,7 +200,9 @@ def queued():
     none = device_ms(fifty(lambda: ops.cross_entropy(logits, target, reduction="none"))) * 20
     mean = device_ms(fifty(lambda: ops.cross_entropy(logits, target))) * 20
     del kept, answers
-    return {"us": {"bare": bare, "none": none, "mean": mean, "none over bare": none - bare, "mean over bare": mean - bare}}
+    return {
+        "us": {"bare": bare, "none": none, "mean": mean, "none over bare": none - bare, "mean over bare": mean - bare}
+    }
 
 
 def kernels():

@@ -70,7 +70,7 @@ struct RowFill {
   const int32_t* extra = nullptr;
   int32_t extra_count = 0;
   int32_t extra_parameter = 0;
-  // The int32_t at `least` is at most that at `most`, else `least_parameter` is refused. 0: no such.
+  // Not 0: refused unless the int32_t at `least` is at most that at `most`.
   int32_t least_parameter = 0;
   int32_t least = 0;
   int32_t most = 0;

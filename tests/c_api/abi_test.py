@@ -51,9 +51,7 @@ def layout(structs):
 
 
 def symbols(library):
-    listed = subprocess.run(
-        ["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True
-    ).stdout
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
     return [f"symbol {line.split()[2]}" for line in sorted(listed.splitlines(), key=lambda line: line.split()[2])]
 
 

@@ -76,7 +76,8 @@ class LogitdLM(HFLM):
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
         """[N, length, D] hidden states, or without a head [N, length, V] logits, of token ids [N, length]."""
         if self._head is None:
-            return super()._model_call(inps)  # type: ignore[no-any-return]
+            logits: torch.Tensor = super()._model_call(inps)
+            return logits
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
             states: torch.Tensor = self.model.base_model(inps, use_cache=False).last_hidden_state

@@ -103,7 +103,11 @@ class AttentionTest(OpsTestCase):
         for text, arguments, options in (
             (r"scores: got shape \[2, 3, 4\]", (scores[0],), {}),
             (r"scores dtype: got float64", (scores.double(),), {}),
-            (r"mask: got shape \[1, 1, 3, 5\], allowed what broadcasts to \[1, 2, 3, 4\]", (scores, torch.ones(3, 5)), {}),
+            (
+                r"mask: got shape \[1, 1, 3, 5\], allowed what broadcasts to \[1, 2, 3, 4\]",
+                (scores, torch.ones(3, 5)),
+                {},
+            ),
             (r"mask dtype: got int64", (scores, torch.ones(3, 4, dtype=torch.int64)), {}),
             (r"sinks: got shape \[3\], allowed \[2\]", (scores,), {"sinks": torch.zeros(3)}),
             (r"window.left: got -2|left: got -2", (scores,), {"window": (-2, 0)}),

@@ -77,7 +77,11 @@ class DivergenceTest(OpsTestCase):
             (r"kind: got 'kl', allowed forward_kl", (hidden, weight, hidden, weight), {"kind": "kl"}),
             (r"reference_weight: got 29 tokens, allowed 30", (hidden, weight, hidden, other), {}),
             (r"reference_hidden: got shape \[3\], allowed \[4\]", (hidden, weight, hidden[:3], weight), {}),
-            (r"beta: got 1, allowed above 0", (hidden, weight, hidden, weight), {"kind": "jensen_shannon", "beta": 1.0}),
+            (
+                r"beta: got 1, allowed above 0",
+                (hidden, weight, hidden, weight),
+                {"kind": "jensen_shannon", "beta": 1.0},
+            ),
             (r"temperature: got 0 at row 0", (hidden, weight, hidden, weight), {"temperature": 0.0}),
         ):
             with self.assertRaisesRegex(InvalidArgument, text):

@@ -32,7 +32,9 @@ def rank_main(rank, folder, backend, device):
     begin = rank * SIZES[0]
     answers = []
     for chosen in OPTIONS:
-        own = [of.clone().requires_grad_() for of in (hidden, weight[begin:][: SIZES[rank]], bias[begin:][: SIZES[rank]])]
+        own = [
+            of.clone().requires_grad_() for of in (hidden, weight[begin:][: SIZES[rank]], bias[begin:][: SIZES[rank]])
+        ]
         result = ops.linear_cross_entropy(
             own[0], own[1], target, bias=own[2], group=dist.group.WORLD, stats=True, **chosen
         )

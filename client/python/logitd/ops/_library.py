@@ -176,7 +176,9 @@ def wants_status(like: torch.Tensor) -> bool:
     return _checks or not like.is_cuda
 
 
-def raise_refused(status: torch.Tensor, parameters: Tuple[str, ...], values: Dict[str, Any], allowed: Dict[str, str]) -> None:
+def raise_refused(
+    status: torch.Tensor, parameters: Tuple[str, ...], values: Dict[str, Any], allowed: Dict[str, str]
+) -> None:
     """InvalidArgument where a row was refused.
 
     status: int32 [rows, 2]. parameters: the names of the op's parameters, from number 1. values: the caller's, by name.

@@ -55,9 +55,7 @@ def _loss_reduced(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, *rest: Any
 ) -> Tuple[torch.Tensor, ...]:
     options, reduction, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS], rest[_N_OPTIONS + 1 :]
-    answers, total, gradients = _losses.training(
-        rows, weight, bias, target, options, reduction, (True, *wants[1:])
-    )
+    answers, total, gradients = _losses.training(rows, weight, bias, target, options, reduction, (True, *wants[1:]))
     return (total, answers, *_some(rows, gradients))
 
 
@@ -211,6 +209,7 @@ def loss_reduced(
         total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, *options, reduction, *wants)
         return total, answers.detach()
     if wanted:
-        return _Reduced.apply(rows, weight, bias, target, options, reduction)
+        total, answers = _Reduced.apply(rows, weight, bias, target, options, reduction)
+        return total, answers
     answers, total = _losses.forward(rows, weight, bias, target, options, reduction)
     return total, answers

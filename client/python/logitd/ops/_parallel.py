@@ -52,7 +52,9 @@ def _partials(rows: Any, weight: Any, bias: Any, target: torch.Tensor, options: 
 def _merged(parts: torch.Tensor, target: torch.Tensor, options: Options) -> torch.Tensor:
     """float32 [3, rows] of partials [shards, 3, rows]: loss, logsumexp, target_logprob."""
     logsumexp, logit = parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
-    e = options.label_smoothing * (options.vocab / (options.vocab - 1) if options.smoothing and options.vocab > 1 else 1)
+    e = options.label_smoothing * (
+        options.vocab / (options.vocab - 1) if options.smoothing and options.vocab > 1 else 1
+    )
     loss = logsumexp - (1 - e) * logit + options.z_loss * logsumexp.square()
     if options.label_smoothing > 0:
         loss = loss - e * (parts[:, 2].sum(dim=0) / options.vocab)
@@ -107,7 +109,9 @@ def sharded(
         refused = ((target < 0) | (target >= vocab)) & (target != options.ignore_index)
         if refused.any():
             row = int(refused.nonzero()[0])
-            raise InvalidArgument(f"target: got {int(target[row])} at row {row}, allowed 0..{vocab - 1}, or ignore_index")
+            raise InvalidArgument(
+                f"target: got {int(target[row])} at row {row}, allowed 0..{vocab - 1}, or ignore_index"
+            )
     answers = _Sharded.apply(rows, weight, bias, target, options, group)
     if reduction == "none":
         return answers[0].view(shape), answers

@@ -299,5 +299,3 @@ def declare(library: ctypes.CDLL) -> Dict[str, Any]:
         function.restype, function.argtypes = result, arguments
         found[name] = function
     return found
-
-

@@ -25,7 +25,9 @@ from logitd.ops._tensors import (
 
 _LIMITS = "float scale, int left, int right"
 
-LIBRARY.define(f"attention_softmax(Tensor scores, Tensor? mask, Tensor? sinks, {_LIMITS}, bool wide) -> (Tensor, Tensor)")
+LIBRARY.define(
+    f"attention_softmax(Tensor scores, Tensor? mask, Tensor? sinks, {_LIMITS}, bool wide) -> (Tensor, Tensor)"
+)
 LIBRARY.define(
     f"attention_softmax_gradients(Tensor probs, Tensor d_probs, Tensor? sinks, Tensor logsumexp, {_LIMITS}, "
     "ScalarType dtype) -> (Tensor, Tensor)"
@@ -66,7 +68,14 @@ def _attention_softmax(
 
 
 def _attention_softmax_gradients(
-    probs: torch.Tensor, d_probs: torch.Tensor, sinks: Any, logsumexp: Any, scale: float, left: int, right: int, dtype: Any
+    probs: torch.Tensor,
+    d_probs: torch.Tensor,
+    sinks: Any,
+    logsumexp: Any,
+    scale: float,
+    left: int,
+    right: int,
+    dtype: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     op = _structs.AttentionSoftmaxBackward()
     op.shape = _shape(probs, scale, left, right)

@@ -176,7 +176,9 @@ def _rows_backward(ctx: Any, upstream: torch.Tensor) -> Any:
     return (*(gradient if wanted else None for gradient, wanted in zip(gradients, wants)), *[None] * 8)
 
 
-torch.library.register_autograd("logitd::divergence_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY)
+torch.library.register_autograd(
+    "logitd::divergence_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY
+)
 torch.library.register_autograd("logitd::divergence_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
 
 
@@ -266,7 +268,9 @@ def linear_divergence(
     count = rows.shape[0]
     of, each = number("temperature", temperature, count, rows)
     of_reference, reference_each = (
-        (of, each) if reference_temperature is None else number("reference_temperature", reference_temperature, count, rows)
+        (of, each)
+        if reference_temperature is None
+        else number("reference_temperature", reference_temperature, count, rows)
     )
     numbers = [of, of_reference, scale, softcap, reference_scale, reference_softcap, beta]
     weights = ones(rows)

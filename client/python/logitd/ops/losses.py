@@ -141,9 +141,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if weight.dtype != hidden.dtype:
-        raise InvalidArgument(
-            f"weight dtype: got {str(weight.dtype)[6:]}, allowed {str(hidden.dtype)[6:]} (hidden's)"
-        )
+        raise InvalidArgument(f"weight dtype: got {str(weight.dtype)[6:]}, allowed {str(hidden.dtype)[6:]} (hidden's)")
     if bias is not None:
         check_shape("bias", check_tensor("bias", bias), (weight.shape[0],), "one for each row of weight")
         check_device("bias", bias, hidden, "hidden")

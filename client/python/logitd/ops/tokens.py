@@ -416,8 +416,15 @@ def sample(
     run = _sample if is_plain(of.rows, of.weight) else torch.ops.logitd.sample
     answers = iter(
         run(
-            *of[:5], each, numbers, integers, counts, *_lists("history", history, count, device),
-            *_bias_lists(bias, count, device), _mask_words(mask, count, of.vocab, device), extra_ids,
+            *of[:5],
+            each,
+            numbers,
+            integers,
+            counts,
+            *_lists("history", history, count, device),
+            *_bias_lists(bias, count, device),
+            _mask_words(mask, count, of.vocab, device),
+            extra_ids,
         )  # fmt: skip
     )
     extra = 0 if extra_ids is None else extra_ids.shape[1]
