@@ -27,6 +27,10 @@ class NoRowsTest(OpsTestCase):
                 self.assertEqual(hidden.grad.shape, (0, 8))
                 for parameter in (weight, bias):
                     self.assertEqual(parameter.grad.abs().sum().item(), 0)
+            for parameter in (weight, weight.detach()):
+                self.assertTrue(ops.linear_cross_entropy(hidden.detach(), parameter, target).isnan())  # as torch's mean
+                loss = ops.linear_cross_entropy(hidden.detach(), parameter, target, reduction="sum")
+                self.assertEqual(loss.item(), 0)
 
     def test_divergence(self):
         for reduction in ("sum", "none"):
