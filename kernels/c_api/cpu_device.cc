@@ -46,7 +46,8 @@ class CpuDevice final : public Device {
 
   absl::Status Total(const Reduction& of) override {
     double sum = 0;
-    for (int64_t r = 0; r < of.rows; ++r) sum += double{of.losses[r]};
+    for (int64_t r = 0; r < of.rows; ++r)
+      sum += of.targets[r] != of.ignored ? double{of.losses[r]} : 0.0;
     *of.total = static_cast<float>(sum * double{of.weights[of.rows]});
     return absl::OkStatus();
   }

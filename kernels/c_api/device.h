@@ -26,7 +26,7 @@ struct Reduction {
   int64_t ignored = 0;               // the target of a row that does not count
   bool mean = false;
   float* weights = nullptr;       // [rows + 1]: of each row, and last of a row that counts
-  const float* losses = nullptr;  // [rows], 0 where a row does not count
+  const float* losses = nullptr;  // [rows]
   float* total = nullptr;
 };
 

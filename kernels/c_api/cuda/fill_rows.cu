@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kReducers) WeighKernel(const __grid_constant__
 
 __global__ void __launch_bounds__(kReducers) TotalKernel(const __grid_constant__ Reduction of) {
   double sum = 0;
-  for (int64_t r = threadIdx.x; r < of.rows; r += kReducers) sum += double{of.losses[r]};
+  for (int64_t r = threadIdx.x; r < of.rows; r += kReducers)
+    sum += of.targets[r] != of.ignored ? double{of.losses[r]} : 0.0;
   sum = SumOfBlock(sum);
   if (threadIdx.x == 0) *of.total = static_cast<float>(sum * double{of.weights[of.rows]});
 }

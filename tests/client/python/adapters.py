@@ -20,7 +20,13 @@ SETS = {  # extra: modules of tests
     "trl": ("trl_test",),
     "lm-eval": ("lm_eval_test",),
 }
-PROGRAMS = {"torch": (CLIENT.parents[1] / "examples/training/tiny_transformer.py",)}
+ROOT = CLIENT.parents[1]
+# What else runs in an environment, and the packages that it needs.
+PROGRAMS = {
+    "torch": (("examples/training/tiny_transformer.py",),),
+    "trl": (("tests/examples/notebooks_test.py", "SERVER"),),
+}
+PACKAGES = {"trl": ("nbclient", "ipykernel", "ray[data]")}
 
 
 def environment(folder, base=None):
@@ -47,13 +53,13 @@ def main():
         for extra in sets:
             start = time.monotonic()
             python = environment(folder / extra, folder / "base")
-            run(*install(python, f"{CLIENT}[{extra}]"), LOGITD_OPS=library)
+            run(*install(python, f"{CLIENT}[{extra}]", *PACKAGES.get(extra, ())), LOGITD_OPS=library)
             installed = time.monotonic()
             said = run(python, TESTS / "run.py", server, *SETS[extra], PYTHONPATH=str(TESTS))
             if "skipped" in said or "OK" not in said:
                 raise Failed(f"{extra}: not all tests ran\n{said}")
-            for program in PROGRAMS.get(extra, ()):
-                print(run(python, program), end="")
+            for program, *arguments in PROGRAMS.get(extra, ()):
+                print(run(python, ROOT / program, *(server if of == "SERVER" else of for of in arguments)), end="")
             print(f"{extra}: installed in {installed - start:.0f} s, ran in {time.monotonic() - installed:.0f} s", flush=True)
     print("1 passed, 0 failed")
 

@@ -143,6 +143,22 @@ class CrossEntropyTest(OpsTestCase):
         self.assertTrue(loss[1].isnan())
         self.assert_close(loss[2:], F.cross_entropy(logits[2:].double(), target[2:], reduction="none"), 4e-6)
 
+    def test_ignored_rows_may_hold_anything(self):
+        for dtype in (torch.float32, torch.float16):
+            hidden, weight = torch.randn(4, 8).to(dtype), torch.randn(9, 8).to(dtype).requires_grad_()
+            target = torch.tensor([1, -100, 3, -100])
+            own = F.cross_entropy(hidden[::2].double() @ weight.double().T, target[::2])
+            hidden[1] = torch.nan
+            hidden[3] = torch.inf
+            hidden.requires_grad_()
+            loss = ops.linear_cross_entropy(hidden, weight, target)
+            loss.backward()
+            self.assert_close(loss, own, 4e-6)
+            self.assertEqual(hidden.grad[1::2].abs().sum().item(), 0)
+            self.assertTrue(weight.grad.isfinite().all())
+            with torch.no_grad():
+                self.assert_close(ops.linear_cross_entropy(hidden, weight, target), own, 4e-6)
+
     def test_autocast_casts_as_linear_does(self):
         hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
         target = torch.randint(0, 40, (6,))

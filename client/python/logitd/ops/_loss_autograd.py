@@ -205,7 +205,7 @@ def loss_reduced(
     if not is_plain(rows, weight, bias):
         if not wanted:
             answers = torch.ops.logitd.loss_rows(rows, weight, bias, target, *options)
-            return torch.dot(answers[0], _losses.weights_of(rows, target, options.ignore_index, reduction)), answers
+            return _losses.reduced(answers[0], target, options.ignore_index, reduction), answers
         total, answers, *_ = torch.ops.logitd.loss_reduced(rows, weight, bias, target, *options, reduction, *wants)
         return total, answers.detach()
     if wanted:

@@ -158,9 +158,8 @@ def ones(rows: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
 
 
-def weights_of(rows: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int) -> torch.Tensor:
-    """float32 [rows]: what each row's loss counts in the loss by the reduction of this place in REDUCTIONS."""
-    if REDUCTIONS[reduction] == "sum":
-        return ones(rows)
-    counted = target.ne(ignore_index).float()  # the quotient of integers would have torch's default dtype
-    return counted.div_(counted.sum())
+def reduced(losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int) -> torch.Tensor:
+    """Losses of rows by the reduction of this place in REDUCTIONS, with gradients. Ignored rows count as 0, also NaN."""
+    counted = target.ne(ignore_index)
+    total = torch.where(counted, losses, 0.0).sum()
+    return total / counted.sum() if REDUCTIONS[reduction] == "mean" else total

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _losses
 from logitd.ops._loss_autograd import only_once
-from logitd.ops._losses import REDUCTIONS, Options, weights_of
+from logitd.ops._losses import REDUCTIONS, Options, reduced
 
 _places: MutableMapping[Any, Dict[int, Tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -115,4 +115,4 @@ def sharded(
     answers = _Sharded.apply(rows, weight, bias, target, options, group)
     if reduction == "none":
         return answers[0].view(shape), answers
-    return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, REDUCTIONS.index(reduction))), answers
+    return reduced(answers[0], target, options.ignore_index, REDUCTIONS.index(reduction)), answers

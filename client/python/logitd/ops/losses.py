@@ -11,7 +11,7 @@ import torch
 
 from logitd.errors import InvalidArgument
 from logitd.ops._loss_autograd import loss_reduced, loss_rows
-from logitd.ops._losses import REDUCTIONS, SMOOTHINGS, Losses, Options, weights_of
+from logitd.ops._losses import REDUCTIONS, SMOOTHINGS, Losses, Options, reduced
 from logitd.ops._tensors import (
     check_device,
     check_shape,
@@ -50,7 +50,7 @@ def _reduced(
     # Under f16 weights the factor of the loss must be in the gradients before they are rounded.
     if rows.dtype is torch.float16 and torch.is_grad_enabled():
         answers = loss_rows(rows, weight, bias, target, options)
-        return torch.dot(answers[0], weights_of(rows, target, options.ignore_index, place)), answers
+        return reduced(answers[0], target, options.ignore_index, place), answers
     return loss_reduced(rows, weight, bias, target, options, place)
 
 
