@@ -37,7 +37,7 @@ extern "C" {
 
 #define LOGITD_ABI_VERSION 1
 
-/* What functions return. */
+/* Codes that functions return. */
 enum {
   LOGITD_OK = 0,
   LOGITD_INVALID_ARGUMENT = 1,
@@ -64,7 +64,7 @@ void logitd_close(logitd_context* context);
 /* Bytes of workspace that a call with so many rows needs; 0 on the CPU. */
 uint64_t logitd_workspace_bytes(const logitd_context* context, int64_t rows);
 
-/* Where a call runs. All zero on the CPU. */
+/* The place of a call. All zero on the CPU. */
 typedef struct logitd_call {
   void* stream;             /* cudaStream_t */
   void* workspace;          /* device memory, aligned to 256 bytes; used by one stream at a time */
@@ -122,7 +122,7 @@ typedef struct logitd_bias {
   int32_t id;
   float value; /* not NaN; -inf bans the token */
 } logitd_bias;
-/* As logitd_lists; each token at most once in a row. */
+/* Lists of bias, laid out like logitd_lists; each token at most once in a row. */
 typedef struct logitd_biases {
   const logitd_bias* values;
   const int64_t* offsets; /* [rows + 1] */
@@ -214,7 +214,7 @@ int32_t logitd_run_sample(logitd_context* context, const logitd_call* call,
 /* ---- cross_entropy (kernels/cross_entropy.h, kernels/linear.h) */
 
 enum { LOGITD_SMOOTHING_TORCH = 0, LOGITD_SMOOTHING_MEGATRON = 1 };
-/* What a row's loss weighs in `total`: nothing; 1; or 1 / the rows that are not ignored, NaN where
+/* The weight of a row's loss in `total`: none; 1; or 1 / the rows that are not ignored, NaN where
  * there are none. */
 enum { LOGITD_REDUCE_NONE = 0, LOGITD_REDUCE_SUM = 1, LOGITD_REDUCE_MEAN = 2 };
 

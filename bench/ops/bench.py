@@ -350,7 +350,7 @@ def curves():
 
 
 def attempt(part):
-    """What the part returns, or its error."""
+    """The result of a part, or its error."""
     try:
         return part()
     except Exception:

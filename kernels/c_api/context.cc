@@ -52,6 +52,17 @@ int32_t Guarded(const Run& run) {
   }
 }
 
+// A call has the context for itself.
+class Turn {
+ public:
+  explicit Turn(logitd_context& context) : lock_(context.turn), device_(*context.device) {}
+  ~Turn() { device_.End(); }
+
+ private:
+  const std::lock_guard<std::mutex> lock_;
+  Device& device_;
+};
+
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
 // The caller's struct in one of this library's size, which begins with its size.
@@ -84,7 +95,7 @@ int32_t Enter(logitd_context* context, const logitd_call* call, const void* op, 
     LOGITD_RETURN_IF_ERROR(CheckPointer("call", call));
     LOGITD_RETURN_IF_ERROR(CheckPointer("op", op));
     LOGITD_RETURN_IF_ERROR(CopyOp(op, whole, whole_bytes));
-    const std::lock_guard turn(context->turn);
+    const Turn turn(*context);
     return run(*context->device, *call, whole);
   });
 }
@@ -218,7 +229,7 @@ int32_t logitd_prepare_workspace(logitd_context* context, const logitd_call* cal
   return Guarded([&]() -> absl::Status {
     LOGITD_RETURN_IF_ERROR(CheckPointer("context", context));
     LOGITD_RETURN_IF_ERROR(CheckPointer("call", call));
-    const std::lock_guard turn(context->turn);
+    const logitd::c_api::Turn turn(*context);
     return context->device->Prepare(*call);
   });
 }

@@ -30,7 +30,8 @@ struct Reduction {
   float* total = nullptr;
 };
 
-// Used by one thread at a time. A call is Begin, then Take and Fill in any order, then Run.
+// Used by one thread at a time. A call is Begin, then Take and Fill in any order, then Run, and End
+// however it went.
 class Device {
  public:
   virtual ~Device() = default;
@@ -40,6 +41,8 @@ class Device {
   virtual absl::Status Prepare(const logitd_call& call) = 0;
 
   virtual absl::Status Begin(const logitd_call& call, int64_t rows) = 0;
+  // The thread's current device is the caller's again.
+  virtual void End() {}
   // Memory for `count` elements, aligned to 256 bytes, until the next Begin. There is always room
   // for what CallBytes covers.
   template <class T>

@@ -46,7 +46,7 @@ absl::Status ReadTensor(std::string_view field, const logitd_tensor& from, Tenso
 // A matrix that is written, of this shape.
 absl::Status ReadOutput(std::string_view field, const logitd_tensor& from, int64_t rows,
                         int64_t cols, MutableTensorView& to);
-// As ReadOutput; its dtype is `dtype` or, where `or_f32`, f32.
+// Likewise; its dtype is `dtype` or, where `or_f32`, f32.
 absl::Status ReadOutput(std::string_view field, const logitd_tensor& from, int64_t rows,
                         int64_t cols, DType dtype, bool or_f32, MutableTensorView& to);
 absl::Status ReadHead(const logitd_head& from, HeadView& to);

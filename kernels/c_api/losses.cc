@@ -129,7 +129,7 @@ absl::Status CheckNoNorm(const HeadView& head) {
   return absl::InvalidArgumentError("norm: got one, allowed none where gradients are wanted");
 }
 
-// Where gradients go. `logits` is set where there is no head.
+// Destinations of gradients. `logits` is set where there is no head.
 struct Gradients {
   MutableTensorView logits, hidden, weight;
   float* bias = nullptr;

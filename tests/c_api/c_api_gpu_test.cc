@@ -26,7 +26,7 @@ class Both {
   Both(const Both&) = delete;
   Both& operator=(const Both&) = delete;
 
-  // Where a call on the device or the CPU finds it.
+  // Its address for a call on the device or the CPU.
   T* On(bool device) {
     if (!device) return host.data();
     if (device_ == nullptr) cudaMalloc(&device_, host.size() * sizeof(T));

@@ -37,11 +37,11 @@ class Field:
 
     @property
     def chooses(self) -> bool:
-        """Whether it says how a token is drawn, which is for logitd."""
+        """True where it says how a token is drawn, which is for logitd."""
         return self.use in (MODE, DRAW) or self.parameter is not None
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for something."""
+        """True where a value asks for something."""
         if self.on:
             return isinstance(value, type(self.on[0])) and value in self.on
         return not any(value is one or (isinstance(value, (int, float)) and value == one) for one in (None, *self.off))

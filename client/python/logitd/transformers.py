@@ -203,7 +203,7 @@ class Sampler(transformers.LogitsProcessor):
         return any(name in self._sampling for name in _PENALTIES)
 
     def _does(self, one: Any, borrowed: bool) -> bool:
-        """Whether logitd does the work of a processor."""
+        """True where logitd does the work of a processor."""
         kind = type(one)
         if kind is _Penalty and (borrowed or "repetition_penalty" in self._sampling):
             return True
@@ -462,7 +462,7 @@ def _divided(config: Any, own: Any) -> Tuple[Any, Dict[str, Any]]:
 
 
 def _stated(kwargs: Mapping[str, Any], name: str) -> List[Tuple[str, Any]]:
-    """What the caller says of a field, and where."""
+    """The caller's value of a field, and its origin."""
     config = kwargs.get("generation_config")
     value = getattr(config, name, None)
     default = getattr(transformers.GenerationConfig(), name, None)  # of top_k it is 50 in some versions

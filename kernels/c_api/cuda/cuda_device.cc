@@ -23,7 +23,9 @@ class CudaDevice final : public Device {
  public:
   static absl::StatusOr<std::unique_ptr<Device>> Open(int number, size_t scratch_bytes) {
     auto device = std::unique_ptr<CudaDevice>(new CudaDevice(number));
-    LOGITD_RETURN_IF_ERROR(device->Init(scratch_bytes));
+    const absl::Status status = device->Init(scratch_bytes);
+    device->End();
+    if (!status.ok()) return status;
     return device;
   }
 
@@ -54,6 +56,11 @@ class CudaDevice final : public Device {
     return absl::OkStatus();
   }
 
+  void End() override {
+    if (callers_ != number_) cudaSetDevice(callers_);
+    callers_ = number_;
+  }
+
   absl::Status Fill(const RowFill& fill) override {
     return cuda::ToStatus(FillRows(fill, stream_), "rows");
   }
@@ -79,9 +86,12 @@ class CudaDevice final : public Device {
   }
 
  private:
-  explicit CudaDevice(int number) : number_(number) {}
+  explicit CudaDevice(int number) : number_(number), callers_(number) {}
 
-  absl::Status SelectDevice() const {
+  // The caller's runtime may be another copy, but both set the driver's current context.
+  absl::Status SelectDevice() {
+    LOGITD_RETURN_IF_ERROR(cuda::ToStatus(cudaGetDevice(&callers_), "ask for the current device"));
+    if (callers_ == number_) return absl::OkStatus();
     return cuda::ToStatus(cudaSetDevice(number_), "select device");
   }
 
@@ -118,6 +128,7 @@ class CudaDevice final : public Device {
   cuda::Products products_;
   absl::Status products_status_;
   // The call's.
+  int callers_;  // the device that was current before it
   cudaStream_t stream_ = nullptr;
   size_t used_ = 0;
 };

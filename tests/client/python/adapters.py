@@ -21,7 +21,7 @@ SETS = {  # extra: modules of tests
     "lm-eval": ("lm_eval_test",),
 }
 ROOT = CLIENT.parents[1]
-# What else runs in an environment, and the packages that it needs.
+# Programs that run in an environment too, and the packages that they need.
 PROGRAMS = {
     "torch": (("examples/training/tiny_transformer.py",),),
     "trl": (("tests/examples/notebooks_test.py", "SERVER"),),

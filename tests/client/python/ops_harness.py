@@ -1,4 +1,4 @@
-"""What the tests of logitd.ops have in common. Skips them where torch or the library is missing."""
+"""Parts that the tests of logitd.ops share. Skips them where torch or the library is missing."""
 
 import unittest
 
@@ -12,7 +12,7 @@ if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) <
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of a gradient that is rounded to the dtype, beside the largest of its tensor.
+# The error of a gradient that is rounded to the dtype, beside the largest of its tensor.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 

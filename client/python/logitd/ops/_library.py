@@ -98,7 +98,7 @@ class _Cuda:
         self.turn = threading.Lock()  # held until the op is enqueued: another thread may replace the workspace
 
     def call(self, stream: int, rows: int) -> _structs.Call:
-        """Where a call with so many rows runs. It holds its workspace.
+        """The place of a call with so many rows. It holds its workspace.
 
         A captured call has workspace of its own, in the memory of the graph, so that replays share none with other
         calls. It is prepared again for each call: another may have had the memory in between.
@@ -172,7 +172,7 @@ def run(name: str, op: ctypes.Structure, like: torch.Tensor, rows: int, sums: Se
 
 
 def wants_status(like: torch.Tensor) -> bool:
-    """Whether refused rows of this device raise."""
+    """True where refused rows of this device raise."""
     return _checks or not like.is_cuda
 
 

@@ -112,7 +112,7 @@ def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    """Of the recorded op: out of place, as what records it may run it again."""
+    """Gradients of the recorded op: out of place, because its recorder may run it again."""
     given = (
         gradient * upstream if wanted and upstream is not None else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)

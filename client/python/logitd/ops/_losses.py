@@ -21,7 +21,7 @@ _ALLOWED = {
 
 
 class Losses(NamedTuple):
-    """What linear_cross_entropy and cross_entropy return with `stats=True`. Only `loss` has gradients."""
+    """The result of linear_cross_entropy and cross_entropy with `stats=True`. Only `loss` has gradients."""
 
     loss: torch.Tensor  # as without stats
     losses: torch.Tensor  # float32, of each row, in nats; the target's shape
@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What all rows of a call share. Scalars only, as torch's schemas have them."""
+    """Options that all rows of a call share. Scalars only, as torch's schemas have them."""
 
     ignore_index: int
     temperature: float
@@ -65,7 +65,7 @@ def _input(op: Any, rows: torch.Tensor, weight: Any, bias: Any, target: torch.Te
 
 
 def _status(op: Any, like: torch.Tensor, rows: int) -> Optional[torch.Tensor]:
-    """Where the op tells which rows it refused, if anyone asks."""
+    """Memory for the statuses of rows, if anyone asks for them."""
     if not _library.wants_status(like):
         return None
     status = torch.zeros((rows, 2), dtype=torch.int32, device=like.device)
@@ -122,7 +122,7 @@ def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool
 def training(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options, reduction: int, wants: Any
 ) -> Tuple[torch.Tensor, torch.Tensor, Any]:
-    """As forward with a reduction, and the gradients of the reduced loss."""
+    """The results of forward with a reduction, and the gradients of the reduced loss."""
     op = _structs.CrossEntropyTraining()
     kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
     answers, total = _answers(op, rows, reduction)

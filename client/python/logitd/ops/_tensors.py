@@ -103,7 +103,7 @@ def number(name: str, value: Parameter, rows: int, like: torch.Tensor) -> Tuple[
 
 
 def integer(name: str, value: Any, rows: int, like: torch.Tensor) -> Tuple[int, Any]:
-    """As number, for integers. Unsigned 64-bit values keep their bits."""
+    """Like number, for integers. Unsigned 64-bit values keep their bits."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         check_shape(name, value.reshape(-1), (rows,), "one for each row")
         check_device(name, value, like, "the input")

@@ -55,7 +55,7 @@ def _reduced(
 
 
 def losses_of(loss: torch.Tensor, answers: torch.Tensor, shape: Any, stats: bool) -> Union[torch.Tensor, Losses]:
-    """What a function on losses returns."""
+    """The result of a function on losses."""
     if not stats:
         return loss
     return Losses(loss, *(of.view(shape) for of in answers.detach().unbind()))

@@ -87,7 +87,7 @@ class TopK(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What `sample` drew. Log-probabilities are natural; fields that were not asked for are None.
+    """The answers of `sample`. Log-probabilities are natural; fields that were not asked for are None.
 
     A row with NaN, or with nothing left to draw, has token -1 and log-probability -inf.
     """
