@@ -63,8 +63,10 @@ function(logitd_shared_library name output abi dir map)
   logitd_compile_options(${name})
   set_target_properties(${name} PROPERTIES OUTPUT_NAME ${output} SOVERSION ${abi} VERSION ${abi}.0
                         LINK_DEPENDS ${CMAKE_SOURCE_DIR}/${map})
-  target_link_options(${name} PRIVATE "LINKER:--version-script=${CMAKE_SOURCE_DIR}/${map}" LINKER:-Bsymbolic
-                      LINKER:--no-undefined)
+  target_link_options(${name} PRIVATE "LINKER:--version-script=${CMAKE_SOURCE_DIR}/${map}" LINKER:-Bsymbolic)
+  if(NOT LOGITD_SANITIZE AND NOT LOGITD_FUZZ)  # whose runtimes are in the program
+    target_link_options(${name} PRIVATE LINKER:--no-undefined)
+  endif()
 endfunction()
 
 # The headers that most of these targets' time goes into, read once for all of them, if LOGITD_PRECOMPILE says so. gcc
