@@ -15,7 +15,9 @@
  * the same shape. Calls of one context from several threads take turns.
  *
  * Memory. All pointers of an op are in the memory of the context's device, except those to structs
- * of this file. Outputs that are null are not wanted, where the struct does not say otherwise. No
+ * of this file. On CUDA, inputs are read in aligned blocks of 16 bytes: up to 15 bytes beside a
+ * tensor are read too, but not used, and must be readable. Allocations of CUDA and of torch are
+ * whole blocks. Outputs that are null are not wanted, where the struct does not say otherwise. No
  * output overlaps another or an input, where the op's header does not allow it.
  *
  * Rows. A parameter of rows is one value for all, or an array with one for each. Values for all are

@@ -29,7 +29,8 @@ class Both {
   // Its address for a call on the device or the CPU.
   T* On(bool device) {
     if (!device) return host.data();
-    if (device_ == nullptr) cudaMalloc(&device_, host.size() * sizeof(T));
+    // Whole blocks of 16 bytes, which ops read.
+    if (device_ == nullptr) cudaMalloc(&device_, (host.size() * sizeof(T) + 15) / 16 * 16);
     cudaMemcpy(device_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice);
     return device_;
   }
