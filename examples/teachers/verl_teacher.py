@@ -41,7 +41,7 @@ async def generate(
     if not isinstance(k, int) or not 0 <= k <= 128:
         raise InvalidArgument(f"prompt_logprobs: got {k!r}, allowed 0..128")
     if temperature != 1:
-        raise InvalidArgument(f"temperature: got {temperature:g}, allowed 1")
+        raise InvalidArgument(f"temperature: got {temperature!r}, allowed 1")
     width = max(k, 1)
     scored = await asyncio.to_thread(
         teacher.get_sequence_logprobs, [list(prompt_ids)], prompt_lengths=[1], top_logprobs=width

@@ -126,6 +126,7 @@ class TeachersTest(TestCase):
             ({"sampling_params": {"prompt_logprobs": 129}}, "prompt_logprobs: got 129, allowed 0..128"),
             ({"sampling_params": {"max_tokens": 1}}, "prompt_logprobs: got None, allowed 0..128"),
             ({"sampling_params": {"prompt_logprobs": 1, "temperature": 0.5}}, "temperature: got 0.5, allowed 1"),
+            ({"sampling_params": {"prompt_logprobs": 1, "temperature": None}}, "temperature: got None, allowed 1"),
             ({"image_data": [b"x"]}, "image_data: got list, allowed None"),
         ):
             with self.refused(logitd.InvalidArgument, text):
