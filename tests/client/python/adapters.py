@@ -13,7 +13,7 @@ import time
 
 from package import CLIENT, TESTS, Failed, run, skip_where
 
-OPS = ("structs", "losses", "parallel", "attention", "tokens", "divergence")
+OPS = ("structs", "losses", "parallel", "fsdp", "attention", "tokens", "divergence")
 SETS = {  # extra: modules of tests
     "torch": tuple(f"ops_{name}_test" for name in OPS),
     "transformers": ("transformers_test", "assisted_test"),
