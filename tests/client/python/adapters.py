@@ -59,7 +59,10 @@ def main():
             if "skipped" in said or "OK" not in said:
                 raise Failed(f"{extra}: not all tests ran\n{said}")
             for program, *arguments in PROGRAMS.get(extra, ()):
-                print(run(python, ROOT / program, *(server if of == "SERVER" else of for of in arguments)), end="")
+                said = run(python, ROOT / program, *(server if of == "SERVER" else of for of in arguments))
+                if "skipped:" in said:
+                    raise Failed(f"{program}: not all of it ran\n{said}")
+                print(said, end="")
             print(f"{extra}: installed in {installed - start:.0f} s, ran in {time.monotonic() - installed:.0f} s", flush=True)
     print("1 passed, 0 failed")
 
