@@ -185,5 +185,31 @@ class LayoutsTest(OpsTestCase):
         self.assertEqual([hidden.grad.data_ptr(), weight.grad.data_ptr()], made)
 
 
+class ArgumentsTest(OpsTestCase):
+    def test_what_is_no_number_or_no_tensor_is_refused_with_its_name(self):
+        hidden, weight, target = torch.randn(4, 8), torch.randn(20, 8), torch.tensor([0, 1, 2, 3])
+        scores = torch.randn(1, 1, 2, 3)
+
+        def loss(**options):
+            return ops.linear_cross_entropy(hidden, weight, target, **options)
+
+        for text, call in (
+            (r"temperature: got str, allowed one number", lambda: loss(temperature="x")),
+            (r"temperature: got Tensor, allowed one number", lambda: loss(temperature=torch.ones(4))),
+            (r"ignore_index: got 1180591620717411303424, allowed", lambda: loss(ignore_index=2**70)),
+            (r"weight: got layout", lambda: ops.linear_cross_entropy(hidden, weight.to_sparse(), target)),
+            (r"k: got 1099511627776, allowed 1..8", lambda: ops.softmax_topk(hidden, 2**40)),
+            (r"top_logprobs: got 8589934592, allowed 0..8", lambda: ops.sample(hidden, seed=1, top_logprobs=2**33)),
+            (r"want_support: got str, allowed 0..8", lambda: ops.sample(hidden, seed=1, want_support="a")),
+            (r"history: got numbers with fractions", lambda: ops.sample(hidden, seed=1, history=[[1.5]] * 4)),
+            (r"window: got \(1,\), allowed two", lambda: ops.scaled_masked_softmax(scores, window=(1,))),
+            (r"window: got float, allowed -1..", lambda: ops.scaled_masked_softmax(scores, window=(1.5, 0))),
+            (r"scores cols: got 0, allowed 1..", lambda: ops.scaled_masked_softmax(scores[..., :0])),
+            (r"beta: got str", lambda: ops.linear_divergence(hidden, weight, hidden, weight, beta="x")),
+        ):
+            with self.assertRaisesRegex(InvalidArgument, text):
+                call()
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -133,7 +133,7 @@ class SampleTest(OpsTestCase):
             (r"mask dtype: got float32, allowed bool", {"mask": torch.ones(4, 8)}),
             (r"extra_ids: got a value or a list at row 0", {"extra_ids": torch.full((4, 1), 8)}),
             (r"logprob_mode: got 'x'", {"logprob_mode": "x"}),
-            (r"top_logprobs: got 9 at row 0, allowed 0..8", {"top_logprobs": 9}),
+            (r"top_logprobs: got 9, allowed 0..8", {"top_logprobs": 9}),
             (r"prompt_tokens: got a value or a list at row 0", {"prompt_tokens": 2, "history": [[1]] * 4}),
         ):
             with self.assertRaisesRegex(InvalidArgument, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
@@ -24,6 +25,8 @@ def dtype_of(name: str, tensor: torch.Tensor) -> int:
 
 def check_tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise InvalidArgument(f"{name}: got layout {value.layout}, allowed torch.strided")
         return value
     raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed a torch tensor")
 
@@ -41,7 +44,7 @@ def check_device(name: str, tensor: torch.Tensor, like: torch.Tensor, of: str) -
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """[..., cols] as [rows, cols], each row contiguous."""
     if tensor.dim() != 2:
-        tensor = tensor.reshape(-1, tensor.shape[-1])
+        tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     if tensor.stride(1) == 1 and (tensor.shape[0] < 2 or tensor.stride(0) >= tensor.shape[1]):
         return tensor
     return tensor.contiguous()
@@ -90,6 +93,25 @@ def as_f32(name: str, tensor: Optional[torch.Tensor], count: int, like: torch.Te
 def head_of(weight: torch.Tensor, bias: Optional[torch.Tensor], scale: float, softcap: float) -> Any:
     """A pointer to a head of the library; it holds no reference to the tensors."""
     return ctypes.pointer(_structs.Head(view(weight), pointer(bias), None, 0.0, scale, softcap, 0))
+
+
+def scalar(name: str, value: Any) -> float:
+    """One number for all rows."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed one number") from None
+
+
+def count_of(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number from `low` to `high`."""
+    try:
+        whole = value.__index__()
+    except (AttributeError, TypeError):
+        raise InvalidArgument(f"{name}: got {type(value).__name__}, allowed {low}..{high}") from None
+    if not low <= whole <= high:
+        raise InvalidArgument(f"{name}: got {whole}, allowed {low}..{high}")
+    return whole  # type: ignore[no-any-return]
 
 
 def number(name: str, value: Parameter, rows: int, like: torch.Tensor) -> Tuple[float, Any]:

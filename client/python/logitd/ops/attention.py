@@ -17,9 +17,11 @@ from logitd.ops._tensors import (
     as_f32,
     check_device,
     check_tensor,
+    count_of,
     dtype_of,
     pointer,
     rows_of,
+    scalar,
     view,
 )
 
@@ -189,13 +191,15 @@ def scaled_masked_softmax(
     if sinks is not None:
         as_f32("sinks", sinks, scores.shape[1], scores, "one for each head")
         sinks = sinks.float().contiguous()
-    left, right = window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidArgument(f"window: got {window!r}, allowed two whole numbers")
+    left, right = (count_of("window", side, -1, 2**40) for side in window)
     wide = out_dtype is torch.float32
     run = torch.ops.logitd.attention_softmax
     if is_plain(scores, mask, sinks):
         wanted = torch.is_grad_enabled() and (scores.requires_grad or (sinks is not None and sinks.requires_grad))
         run = _Softmax.apply if wanted else _attention_softmax
-    probs, _ = run(scores, mask, sinks, float(scale), int(left), 0 if causal else int(right), wide)
+    probs, _ = run(scores, mask, sinks, scalar("scale", scale), left, 0 if causal else right, wide)
     return probs
 
 

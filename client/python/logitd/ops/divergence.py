@@ -26,6 +26,7 @@ from logitd.ops._tensors import (
     number,
     pointer,
     rows_of,
+    scalar,
     view,
 )
 
@@ -272,7 +273,14 @@ def linear_divergence(
         if reference_temperature is None
         else number("reference_temperature", reference_temperature, count, rows)
     )
-    numbers = [of, of_reference, scale, softcap, reference_scale, reference_softcap, beta]
+    options = {
+        "scale": scale,
+        "softcap": softcap,
+        "reference_scale": reference_scale,
+        "reference_softcap": reference_softcap,
+        "beta": beta,
+    }
+    numbers = [of, of_reference, *(scalar(name, value) for name, value in options.items())]
     weights = ones(rows)
     if mask is not None:
         check_shape("mask", check_tensor("mask", mask), shape, "hidden's leading dimensions")

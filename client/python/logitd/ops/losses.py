@@ -16,8 +16,10 @@ from logitd.ops._tensors import (
     check_device,
     check_shape,
     check_tensor,
+    count_of,
     dtype_of,
     rows_of,
+    scalar,
 )
 
 
@@ -25,6 +27,26 @@ def _one_of(name: str, value: Any, allowed: Any) -> int:
     if value not in allowed:
         raise InvalidArgument(f"{name}: got {value!r}, allowed {', '.join(allowed)}")
     return allowed.index(value)  # type: ignore[no-any-return]
+
+
+def _options(
+    ignore_index: Any,
+    temperature: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    softcap: Any,
+    scale: Any,
+    smoothing: Any,
+) -> Options:
+    return Options(
+        count_of("ignore_index", ignore_index, -(2**63), 2**63 - 1),
+        scalar("temperature", temperature),
+        scalar("label_smoothing", label_smoothing),
+        scalar("z_loss", z_loss),
+        scalar("softcap", softcap),
+        scalar("scale", scale),
+        _one_of("smoothing", smoothing, SMOOTHINGS),
+    )
 
 
 def _target_of(target: Any, like: torch.Tensor, shape: Any) -> torch.Tensor:
@@ -83,10 +105,7 @@ def cross_entropy(
     if logits.dim() < 1:
         raise InvalidArgument("logits: got shape [], allowed [..., vocab]")
     shape = logits.shape[:-1]
-    options = Options(
-        int(ignore_index), float(temperature), float(label_smoothing), float(z_loss), float(softcap), 1.0,
-        _one_of("smoothing", smoothing, SMOOTHINGS),
-    )  # fmt: skip
+    options = _options(ignore_index, temperature, label_smoothing, z_loss, softcap, 1.0, smoothing)
     _one_of("reduction", reduction, REDUCTIONS)
     targets = _target_of(target, logits, shape)
     loss, answers = _reduced(rows_of(logits), None, None, targets, shape, reduction, options)
@@ -137,7 +156,7 @@ def linear_cross_entropy(
             " (hidden's last dimension)"
         )
     check_device("weight", weight, hidden, "hidden")
-    if torch.is_autocast_enabled(hidden.device.type):
+    if hidden.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if weight.dtype != hidden.dtype:
@@ -147,10 +166,7 @@ def linear_cross_entropy(
         check_device("bias", bias, hidden, "hidden")
         bias = bias.float().contiguous()
     shape = hidden.shape[:-1]
-    options = Options(
-        int(ignore_index), float(temperature), float(label_smoothing), float(z_loss), float(softcap), float(scale),
-        _one_of("smoothing", smoothing, SMOOTHINGS),
-    )  # fmt: skip
+    options = _options(ignore_index, temperature, label_smoothing, z_loss, softcap, scale, smoothing)
     _one_of("reduction", reduction, REDUCTIONS)
     targets = _target_of(target, hidden, shape)
     rows = rows_of(hidden)

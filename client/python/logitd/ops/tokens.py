@@ -20,6 +20,7 @@ from logitd.ops._tensors import (
     check_device,
     check_shape,
     check_tensor,
+    count_of,
     dtype_of,
     head_of,
     integer,
@@ -28,6 +29,8 @@ from logitd.ops._tensors import (
     view,
 )
 
+_MOST = 1024  # top tokens, tokens of a support, draws, extra ids
+_WIDEST = 16  # watermark
 _MODES = ("raw", "processed", "tempered")
 _HEAD = "Tensor rows, Tensor? weight, Tensor? head_bias, float scale, float softcap"
 
@@ -199,7 +202,7 @@ def softmax_topk(
     """
     of = _input_of(logits, weight, head_bias, scale, softcap)
     value, each = number("temperature", temperature, of.rows.shape[0], of.rows)
-    whole, _ = integer("k", k, 1, of.rows)
+    whole = count_of("k", k, 1, of.vocab)
     run = _softmax_topk if is_plain(of.rows, of.weight) else torch.ops.logitd.softmax_topk
     probs, indices, logsumexp = run(*of[:5], each, value, whole)
     return TopK(probs.view(*of.shape, k), indices.view(*of.shape, k), logsumexp.view(of.shape))
@@ -316,7 +319,10 @@ def _lists(name: str, value: Any, rows: int, device: torch.device) -> Tuple[Any,
         return _tokens(value.reshape(-1).to(device)), offsets
     if len(value) != rows:
         raise InvalidArgument(f"{name}: got {len(value)} lists, allowed {rows} (one for each row)")
-    lists = [torch.as_tensor(of, dtype=torch.int64).reshape(-1) for of in value]
+    lists = [torch.as_tensor(of).reshape(-1) for of in value]
+    if any(of.is_floating_point() and of.numel() > 0 for of in lists):
+        raise InvalidArgument(f"{name}: got numbers with fractions, allowed tokens of the vocabulary")
+    lists = [of.to(torch.int64) for of in lists]
     lengths = torch.tensor([0] + [len(of) for of in lists])
     return _tokens(torch.cat([lengths[:0], *lists]).to(device)), lengths.cumsum(0).to(device)
 
@@ -346,6 +352,8 @@ def _mask_words(mask: Any, rows: int, vocab: int, device: torch.device) -> Any:
     if mask is None:
         return None
     check_shape("mask", check_tensor("mask", mask), (rows, vocab), "a value for each token of each row")
+    if mask.is_meta:
+        raise InvalidArgument("mask: got device meta, allowed one with memory")
     if mask.dtype is not torch.bool:
         raise InvalidArgument(f"mask dtype: got {str(mask.dtype)[6:]}, allowed bool")
     padded = torch.nn.functional.pad(mask.to(device), (0, -vocab % 32)).view(rows, -1, 8)
@@ -407,8 +415,16 @@ def sample(
         integers.append(chosen)
         each.append(memory)
     integers.append(integer("watermark_key", watermark_key, count, of.rows)[0])
-    counts = [top_logprobs, _MODES.index(logprob_mode), want_support, draws, int(want_rank), int(want_entropy)]
-    counts.append(watermark_width)
+    most = min(_MOST, of.vocab)
+    counts = [
+        count_of("top_logprobs", top_logprobs, 0, most),
+        _MODES.index(logprob_mode),
+        count_of("want_support", want_support, 0, most),
+        count_of("draws", draws, 0, _MOST),
+        int(want_rank),
+        int(want_entropy),
+        count_of("watermark_width", watermark_width, 0, _WIDEST),
+    ]
     if extra_ids is not None:
         if extra_ids.dim() != 2 or extra_ids.shape[0] != count:
             raise InvalidArgument(f"extra_ids: got shape {list(extra_ids.shape)}, allowed [{count}, n]")
