@@ -70,7 +70,7 @@ set(CPACK_DEBIAN_RUNTIME_PACKAGE_CONTROL_EXTRA
 set(CPACK_DEBIAN_RUNTIME_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME liblogitd-dev)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
-set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "libgrpc++-dev, protobuf-compiler-grpc, libprotobuf-dev, libssl-dev, libabsl-dev, libhwy-dev")
+set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "logitd (= ${PROJECT_VERSION}), libgrpc++-dev, protobuf-compiler-grpc, libprotobuf-dev, libssl-dev, libabsl-dev, libhwy-dev")
 set(CPACK_COMPONENT_RUNTIME_DESCRIPTION
     "The server logitd, its command line logitctl and its load generator, with a systemd unit; liblogitd, the ops for other languages.")
 set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "The C++ client and the ops as libraries, for find_package(logitd).")

@@ -55,15 +55,17 @@ function(logitd_library name)
 endfunction()
 
 # logitd_shared_library(name output abi dir map): lib<output>.so.<abi> of a directory. It exports what `map`, a version
-# script, names: Abseil and our other libraries are inside, and no other program's copy of them is ever taken for theirs.
+# script, names; our other libraries are inside.
 function(logitd_shared_library name output abi dir map)
   logitd_glob(sources *.cc ${dir})
   add_library(${name} SHARED ${sources})
   target_compile_features(${name} PUBLIC cxx_std_20)
   logitd_compile_options(${name})
-  set_target_properties(${name} PROPERTIES OUTPUT_NAME ${output} SOVERSION ${abi} VERSION ${abi}.0
-                        LINK_DEPENDS ${CMAKE_SOURCE_DIR}/${map})
-  target_link_options(${name} PRIVATE "LINKER:--version-script=${CMAKE_SOURCE_DIR}/${map}" LINKER:-Bsymbolic)
+  # In a wheel it has Abseil and Highway beside it. An RPATH, because the libraries of those are found by it too.
+  set_target_properties(${name} PROPERTIES OUTPUT_NAME ${output} SOVERSION ${abi} VERSION ${abi}.0 INSTALL_RPATH "$ORIGIN"
+                        BUILD_WITH_INSTALL_RPATH ON LINK_DEPENDS ${CMAKE_SOURCE_DIR}/${map})
+  target_link_options(${name} PRIVATE "LINKER:--version-script=${CMAKE_SOURCE_DIR}/${map}" LINKER:-Bsymbolic
+                      LINKER:--disable-new-dtags)
   if(NOT LOGITD_SANITIZE AND NOT LOGITD_FUZZ)  # whose runtimes are in the program
     target_link_options(${name} PRIVATE LINKER:--no-undefined)
   endif()

@@ -105,6 +105,8 @@ def build(source):
     options = ["-DLOGITD_OPS_ONLY=ON", "-DCMAKE_BUILD_TYPE=Release"]
     architectures = os.environ.get("LOGITD_CUDA_ARCHITECTURES") or architecture_here()
     options.append(f"-DLOGITD_CUDA_ARCHITECTURES={architectures}" if architectures else "-DLOGITD_CUDA=OFF")
+    if not architectures:
+        print("logitd: ops for the CPU: no GPU here, and no LOGITD_CUDA_ARCHITECTURES", file=sys.stderr)
     subprocess.run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", *options], check=True, stdout=sys.stderr)
     subprocess.run(["cmake", "--build", folder, "--target", "logitd_c"], check=True, stdout=sys.stderr)
     return (folder / "liblogitd.so").resolve()

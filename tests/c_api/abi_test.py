@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The C interface is what it was: symbols of liblogitd.so, its version, and the fields of every struct of the header.
+"""The C interface is as it was: symbols of liblogitd.so, its version, and the header's constants, functions and structs.
 
     abi_test.py LIBRARY [--update]
 
-The kept list is abi.txt beside this file. Its lines never change or go; new symbols and new fields at a struct's end are
-added to it by --update. A struct that callers embed, which has no struct_size, must not grow either.
+The kept list is abi.txt beside this file. Its lines never change or go; --update adds new ones, and refuses to where one
+would go. Only a struct that begins with struct_size may grow: its size is kept as the largest so far.
 """
 
 import ctypes
@@ -20,25 +20,39 @@ HEADER = HERE.parents[1] / "kernels/c_api.h"
 KEPT = HERE / "abi.txt"
 
 
+def plain(text):
+    """The header without comments."""
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+
+
 def structs_of(text):
-    """The fields of each struct, in order, by the struct's name."""
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    """The fields of each struct, in order, as (name, type), by the struct's name."""
     found = {}
-    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", text, re.S):
+    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", plain(text), re.S):
         fields = found[name] = []
-        for declaration in filter(None, (part.strip() for part in body.split(";"))):
-            fields += re.findall(r"(\w+)(?=\s*(?:,|$))", declaration)
+        for declaration in filter(None, (" ".join(part.split()) for part in body.split(";"))):
+            kind, first = re.match(r"(.*[ *])(\w+)", declaration.split(",")[0]).groups()
+            fields += [(field.strip(), kind.strip()) for field in (first, *declaration.split(",")[1:])]
     return found
 
 
-def layout(structs):
-    """A line for each struct and each field, as the compiler lays them out."""
-    prints = []
+def constants_of(text):
+    """Lines of the enumerators, and of the functions as they are declared."""
+    names = [
+        name for body in re.findall(r"enum \{(.*?)\};", plain(text), re.S) for name in re.findall(r"(\w+) =", body)
+    ]
+    functions = re.findall(r"^[\w ]+\*? ?logitd_\w+\([^;{]*\);", plain(text), re.M)
+    return names, [f"function {' '.join(function.split())}" for function in functions]
+
+
+def layout(structs, constants):
+    """A line for each constant, each struct and each field, as the compiler has them."""
+    prints = [f'printf("constant {name} %d\\n", (int){name});' for name in constants]
     for name, fields in structs.items():
         prints.append(f'printf("struct {name} %zu\\n", sizeof({name}));')
-        for field in fields:
+        for field, kind in fields:
             place = f"offsetof({name}, {field}), sizeof((({name}*)0)->{field})"
-            prints.append(f'printf("field {name}.{field} at %zu, %zu bytes\\n", {place});')
+            prints.append(f'printf("field {name}.{field} at %zu, %zu bytes, {kind}\\n", {place});')
     with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder, "layout.c")
         program.write_text(
@@ -57,7 +71,7 @@ def symbols(library):
 
 def faults(kept, found, structs):
     """The lines that may not be as they are, each with what is wrong."""
-    grows = {name for name, fields in structs.items() if fields[0] == "struct_size"}
+    grows = {name for name, fields in structs.items() if fields[0][0] == "struct_size"}
     wrong = []
     for line in kept:
         sized = re.match(r"struct (\w+) (\d+)$", line)
@@ -74,17 +88,29 @@ def faults(kept, found, structs):
 
 
 def main():
-    library = sys.argv[1]
-    structs = structs_of(HEADER.read_text())
+    library, header = sys.argv[1], HEADER.read_text()
+    structs = structs_of(header)
+    constants, functions = constants_of(header)
     version = ctypes.CDLL(library).logitd_abi_version()
-    found = [f"version {version}", *symbols(library), *layout(structs)]
+    found = [f"version {version}", *symbols(library), *functions, *layout(structs, constants)]
+    kept = KEPT.read_text().splitlines() if KEPT.exists() else []
+    wrong = faults(kept, found, structs)
     if "--update" in sys.argv[2:]:
+        gone = [fault for fault in wrong if "got a new line" not in fault]
+        if gone:
+            sys.exit("\n".join(gone))
         KEPT.write_text("\n".join(found) + "\n")
-    kept = KEPT.read_text().splitlines()
-    for spoiled in (kept[:-1], [*kept, "symbol logitd_gone"], [line.replace(" at 8,", " at 9,") for line in kept]):
+        return
+    spoils = (
+        kept[:-1],
+        [*kept, "symbol logitd_gone"],
+        [line.replace(" at 8,", " at 9,") for line in kept],
+        [line.replace(", float", ", int32_t") for line in kept],
+        [line.replace("LOGITD_BF16 2", "LOGITD_BF16 1") for line in kept],
+    )
+    for spoiled in spoils:
         if not faults(spoiled, found, structs):
             sys.exit("the comparison accepts a list that differs")
-    wrong = faults(kept, found, structs)
     print("\n".join(wrong) or f"{len(found)} lines are those of {KEPT.name}")
     print(f"{int(not wrong)} passed, {int(bool(wrong))} failed")
     sys.exit(bool(wrong))

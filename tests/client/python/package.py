@@ -122,8 +122,12 @@ def check_library(folder, pip, python, library):
         raise Failed(f"wheel: got the name {wheel.name}, allowed one with the platform's tag")
     run(*pip, "--no-deps", "--target", folder / "with_ops", wheel)
     load = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).logitd_abi_version())"
-    if run(python, "-c", load, folder / "with_ops/logitd/liblogitd.so").strip() != "1":
+    installed = folder / "with_ops/logitd"
+    if run(python, "-c", load, installed / "liblogitd.so").strip() != "1":
         raise Failed("liblogitd.so: got another version, allowed 1")
+    for name, path in re.findall(r"(lib(?:absl|hwy)\S+) => (\S+)", run("ldd", installed / "liblogitd.so")):
+        if not path.startswith(str(installed)):
+            raise Failed(f"{name}: got {path}, allowed the one that the wheel has")
 
 
 def main():
