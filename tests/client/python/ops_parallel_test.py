@@ -25,8 +25,12 @@ def inputs():
     return hidden, weight, bias, target
 
 
-def rank_main(rank, folder, backend, device):
+def rank_main(rank, folder, backend):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        ops.check(True)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
     hidden, weight, bias, target = (of.to(device) for of in inputs())
     begin = rank * SIZES[0]
@@ -51,8 +55,13 @@ def rank_main(rank, folder, backend, device):
 
 class ParallelTest(OpsTestCase):
     def test_two_ranks_have_the_losses_and_gradients_of_one_head(self):
+        for backend in ("gloo", "nccl") if torch.cuda.device_count() >= 2 else ("gloo",):
+            with self.subTest(backend):
+                self.compare(backend)
+
+    def compare(self, backend):
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(rank_main, (folder, "gloo", "cpu"), nprocs=2)
+            multiprocessing.spawn(rank_main, (folder, backend), nprocs=2)
             ranks = [torch.load(f"{folder}/{rank}") for rank in range(2)]
         hidden, weight, bias, target = inputs()
         for i, chosen in enumerate(OPTIONS):
