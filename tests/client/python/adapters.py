@@ -24,7 +24,10 @@ ROOT = CLIENT.parents[1]
 # Programs that run in an environment too, and the packages that they need.
 PROGRAMS = {
     "torch": (("examples/training/tiny_transformer.py",),),
-    "trl": (("tests/examples/notebooks_test.py", "SERVER"),),
+    "trl": (
+        ("tests/client/python/run.py", "SERVER", "discover", "-s", ROOT / "tests/examples", "-p", "teachers_test.py"),
+        ("tests/examples/notebooks_test.py", "SERVER"),
+    ),
 }
 PACKAGES = {"trl": ("nbclient", "ipykernel", "ray[data]")}
 
