@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import threading
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -283,6 +284,17 @@ def _only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
 
 
+def _leading(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores, as `scores`, of which one token of each row is the greatest, with its probability under softmax(scores).
+
+    transformers compares that probability with assistant_confidence_threshold. Below 1/V it becomes almost 1/V.
+    """
+    index = tokens.to(device=scores.device, dtype=torch.int64)[:, None]
+    log_odds = scores.float().log_softmax(-1).gather(1, index).double().exp().logit()
+    others = (-log_odds - math.log(max(scores.shape[1] - 1, 1))).clamp(max=-1e-3).to(scores.dtype)
+    return others.expand_as(scores).scatter(1, index, 0.0)
+
+
 class _Drafts:
     """In place of a model's candidate generator: tells a verifier which tokens are drafts."""
 
@@ -353,7 +365,7 @@ class _Verifier(Sampler):
         """[1, V]: as Sampler, for the token after `input_ids`."""
         if self._candidates is None:
             drawn = self._draft(input_ids, scores)
-            return _only(torch.as_tensor(drawn.tokens), scores) if bool(drawn.ok.all()) else scores
+            return _leading(torch.as_tensor(drawn.tokens), scores) if bool(drawn.ok.all()) else scores
         place = input_ids.shape[1] - self._known
         if place == 0:
             result = self._verify(self._candidates.to(scores.device), scores.shape[1])
@@ -420,7 +432,8 @@ def generate(
     sampling: or a GenerationConfig in place of `generation_config`. Its draw is done by logitd, with parameters of the
         same meaning (_generation.sampling_of), and the rest by transformers.
     assistant_model: among kwargs, a smaller model of the same tokenizer that drafts tokens; one sequence. The server
-        verifies them, so the tokens are those without it, for the same seed. The model is not for other use meanwhile.
+        verifies them, so the tokens are those without it, for the same seed, up to the rounding of the model's own sums.
+        The model is not for other use meanwhile.
 
     InvalidArgument: arguments, also of a `generation_config`, that leave the choice of tokens to transformers, such as
     do_sample, num_beams, temperature or typical_p; or num_return_sequences: repeat rows of the prompt instead. What the

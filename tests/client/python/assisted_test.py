@@ -88,9 +88,25 @@ class AssistedTest(TwoModelsTest):
 
     def test_a_draft_model_that_is_equal_has_every_draft_accepted(self):
         for sampling in SAMPLING:
-            calls = self.calls(noisy(self.model, 0.0), sampling)
+            draft = noisy(self.model, 0.0)
+            draft.generation_config.assistant_confidence_threshold = 0.0  # else unsure drafts end early
+            calls = self.calls(draft, sampling)
             self.assertTrue(all(accepted == drafts for accepted, drafts in calls), calls)
             self.assertLess(len(calls), 12)
+
+    def test_drafts_stop_where_those_of_transformers_do(self):
+        counts = []
+        for threshold in (0.0, 0.4, 0.9):
+            draft, runs = noisy(self.model, 0.02), []
+            draft.generation_config.assistant_confidence_threshold = threshold
+            draft.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+            self.model.generate(self.prompt, do_sample=False, max_new_tokens=24, assistant_model=draft)
+            want = len(runs)
+            self.drawn(seed=0, sampling=dict(temperature=0), assistant_model=draft)
+            self.assertEqual(len(runs) - want, want, threshold)
+            counts.append(want)
+        self.assertGreater(counts[0], counts[1])
+        self.assertGreater(counts[1], counts[2])
 
     def test_another_draft_model_has_some_drafts_refused(self):
         calls = self.calls(noisy(self.model, 0.5), SAMPLING[1])
