@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define LOGITD_ABI_VERSION 1
+enum { LOGITD_ABI_VERSION = 1 };
 
 /* Codes that functions return. */
 enum {

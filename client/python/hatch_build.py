@@ -45,11 +45,11 @@ class PackageHook(BuildHookInterface):
         library = library_for(root)
         if library is None:
             return
-        self.stage = root.parent.parent / "build" / "wheel"
-        shutil.rmtree(self.stage, ignore_errors=True)
-        self.stage.mkdir(parents=True)
+        stage = root.parent.parent / "build" / "wheel"
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
         for name, path in [(LIBRARY, library), *((f"logitd/{name}", path) for name, path in carried_by(library))]:
-            copy = self.stage / pathlib.Path(name).name
+            copy = stage / pathlib.Path(name).name
             shutil.copy(path, copy)
             if shutil.which("strip"):
                 subprocess.run(["strip", "--strip-unneeded", copy], check=True)

@@ -157,11 +157,10 @@ class RowMaker {
   template <class T>
   T* Answer(T* to, int64_t count = 1) {
     if (to == nullptr) to = device_.Take<T>(fill_.rows * count);
-    if (to != nullptr)
-      Refuse({.data = to,
-              .stride = count,
-              .count = count,
-              .bits = std::is_same_v<T, float> ? kNan : ~0u});
+    Refuse({.data = to,
+            .stride = count,
+            .count = count,
+            .bits = std::is_same_v<T, float> ? kNan : ~0u});
     return to;
   }
   // Answers that only a caller who wants them has: null stays null.

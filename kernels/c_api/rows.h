@@ -81,26 +81,23 @@ struct RowFill {
   RefusedAnswer answer[kMostAnswers];
 };
 
-#ifdef __CUDACC__
-#define LOGITD_C_API_BOTH __host__ __device__
-#else
-#define LOGITD_C_API_BOTH
-#endif
-
+// Functions are constexpr so that device code may call them, and templates because their casts are
+// no constant expressions.
 template <class T>
-LOGITD_C_API_BOTH T& MemberOf(std::byte* row, int32_t offset) {
+constexpr T& MemberOf(std::byte* row, int32_t offset) {
   return *reinterpret_cast<T*>(row + offset);
 }
 
 // NaN is not inside.
-LOGITD_C_API_BOTH inline bool IsInside(const RowColumn& column, double got) {
+constexpr bool IsInside(const RowColumn& column, double got) {
   const bool finite = got - got == 0;
   return finite && (column.above_low ? got > column.low : got >= column.low) &&
          (column.below_high ? got < column.high : got <= column.high);
 }
 
 // Writes a value of row r, and tells if it is allowed. Lists: only their border.
-LOGITD_C_API_BOTH inline bool WriteColumn(const RowColumn& column, int64_t r, std::byte* row) {
+template <class Column>
+constexpr bool WriteColumn(const Column& column, int64_t r, std::byte* row) {
   const auto* const integers = static_cast<const int64_t*>(column.each);
   switch (column.kind) {
     case ColumnKind::kFloat: {
@@ -134,7 +131,8 @@ LOGITD_C_API_BOTH inline bool WriteColumn(const RowColumn& column, int64_t r, st
 }
 
 // True where value i of a list is allowed.
-LOGITD_C_API_BOTH inline bool IsListed(const RowColumn& column, int64_t i, int64_t vocab) {
+template <class Column>
+constexpr bool IsListed(const Column& column, int64_t i, int64_t vocab) {
   if (column.kind == ColumnKind::kTokens) {
     const int32_t id = static_cast<const int32_t*>(column.list)[i];
     return id >= 0 && id < vocab;
@@ -145,7 +143,8 @@ LOGITD_C_API_BOTH inline bool IsListed(const RowColumn& column, int64_t i, int64
 
 // Makes row r by `threads` threads, of which this is one. Returns the number of the parameter that
 // this thread finds not allowed, or 0. The first thread writes the row.
-LOGITD_C_API_BOTH inline int32_t MakeRow(const RowFill& fill, int64_t r, int thread, int threads) {
+template <class Fill>
+constexpr int32_t MakeRow(const Fill& fill, int64_t r, int thread, int threads) {
   std::byte* const row = fill.to + r * fill.row_bytes;
   int32_t refused = 0;
   if (thread == 0) {
@@ -180,8 +179,8 @@ LOGITD_C_API_BOTH inline int32_t MakeRow(const RowFill& fill, int64_t r, int thr
 }
 
 // Leaves row r out, and writes the answers of a refused row. As MakeRow, after all its threads.
-LOGITD_C_API_BOTH inline void RefuseRow(const RowFill& fill, int64_t r, int32_t parameter,
-                                        int thread, int threads) {
+template <class Fill>
+constexpr void RefuseRow(const Fill& fill, int64_t r, int32_t parameter, int thread, int threads) {
   std::byte* const row = fill.to + r * fill.row_bytes;
   for (int i = 8 * thread; i < fill.row_bytes; i += 8 * threads) MemberOf<uint64_t>(row, i) = 0;
   for (int i = 0; i < fill.answers; ++i) {

@@ -214,8 +214,15 @@ TEST_F(CApiGpuTest, RefusesAWorkspaceThatIsTooSmall) {
   call.workspace_bytes = 4096;
   EXPECT_EQ(logitd_run_softmax_topk(place.context, &call, &op), LOGITD_RESOURCE_EXHAUSTED);
   EXPECT_THAT(logitd_error(), testing::HasSubstr("workspace_bytes: got 4096, allowed "));
+  call = place.call;
+  call.workspace = static_cast<char*>(call.workspace) + 16;
+  EXPECT_EQ(logitd_run_softmax_topk(place.context, &call, &op), LOGITD_INVALID_ARGUMENT);
+  EXPECT_THAT(logitd_error(), testing::HasSubstr("allowed a multiple of 256"));
   EXPECT_EQ(logitd_run_softmax_topk(place.context, &place.call, &op), LOGITD_OK);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  logitd_context* none = nullptr;
+  EXPECT_EQ(logitd_open("cuda", 0, 0, 4096, &none), LOGITD_INVALID_ARGUMENT);
+  EXPECT_THAT(logitd_error(), testing::HasSubstr("scratch_bytes: got 4096, allowed "));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -329,8 +330,25 @@ TEST_F(CApiTest, RefusesWithTheFieldTheValueAndTheRange) {
   EXPECT_EQ(logitd_open("tpu", 0, 0, 0, &none), LOGITD_INVALID_ARGUMENT);
   EXPECT_THAT(logitd_error(), HasSubstr("backend: got tpu, allowed cpu, cuda"));
   EXPECT_EQ(logitd_open("cpu", 3, 0, 0, &none), LOGITD_INVALID_ARGUMENT);
+  EXPECT_EQ(logitd_open("cuda", 999, 0, 0, &none), LOGITD_UNAVAILABLE);
+  EXPECT_THAT(logitd_error(), HasSubstr("got "));
+  EXPECT_EQ(none, nullptr);
   EXPECT_EQ(logitd_run_cross_entropy(nullptr, &call_, nullptr), LOGITD_INVALID_ARGUMENT);
   EXPECT_THAT(logitd_error(), HasSubstr("context: got null"));
+}
+
+// The fields that an older caller does not know count as 0, whatever its memory holds there.
+TEST_F(CApiTest, ShorterStructsOfOlderCallersAreServed) {
+  float total = -1;
+  logitd_cross_entropy op = Losses();
+  op.struct_size = offsetof(logitd_cross_entropy, total);
+  op.total = &total;
+  ASSERT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_OK) << logitd_error();
+  EXPECT_NEAR(loss_[0], Loss(0), 4e-6);
+  op.reduction = LOGITD_REDUCE_SUM;
+  EXPECT_EQ(logitd_run_cross_entropy(context_, &call_, &op), LOGITD_INVALID_ARGUMENT);
+  EXPECT_THAT(logitd_error(), HasSubstr("total: got null"));
+  EXPECT_EQ(total, -1);
 }
 
 TEST_F(CApiTest, HeadsMustBeAligned) {

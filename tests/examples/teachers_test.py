@@ -13,7 +13,7 @@ from harness import REPOSITORY, RunningServer, TestCase
 
 try:
     import torch
-    import transformers
+    from tiny_models import tiny
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
 
@@ -40,16 +40,7 @@ def shape(value):
 class TeachersTest(TestCase):
     @classmethod
     def setUpClass(cls):
-        torch.manual_seed(8)
-        config = transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            initializer_range=0.4,
-        )
-        cls.model = transformers.LlamaForCausalLM(config).eval()
+        cls.model = tiny(seed=8, vocab_size=VOCAB)
         root = tempfile.TemporaryDirectory()
         cls.addClassCleanup(root.cleanup)
         cls.model.save_pretrained(os.path.join(root.name, "teacher"))

@@ -5,8 +5,9 @@
         print(client.sample(logits, seed=7, top_p=0.9).tokens)
 
 Client blocks; AsyncClient is for asyncio. Arena is memory that a server on the same machine reads rows from, Ring a
-decode loop through it. params has the parameters, results what comes back, errors what is raised. logitd.transformers
-and logitd.ray put it into the loops of others, and are imported on their own.
+decode loop through it. params has the parameters, results what comes back, errors what is raised. logitd.transformers,
+logitd.trl, logitd.lm_eval and logitd.ray put it into the loops of others; logitd.ops needs no server. They are imported
+on their own.
 """
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-// Rows of an op, made on the device: a warp a row.
+// Rows of an op, made on the device, a warp a row; and losses of rows in one number, by one block.
 //
-// Bytes: the parameters' arrays and lists, read once, and the rows, 16 to 176 bytes each. A call
-// has thousands of rows at most, so the launch is what it costs: 2 to 3 us on an H200.
+// Bytes: the parameters' arrays and lists, read once, and the rows, 16 to 176 bytes each; targets
+// and losses, 12 bytes a row. A call has thousands of rows at most: its launches are what it costs.
 #include "kernels/c_api/cuda/fill_rows.h"
 #include "kernels/cuda/launch.cuh"
 

@@ -15,7 +15,7 @@ try:
     import transformers
     from logitd._generation import sampling_of
     from logitd.transformers import generate
-    from transformers_test import tiny
+    from tiny_models import tiny
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
 torch.set_num_threads(1)  # the server's threads need the other cores

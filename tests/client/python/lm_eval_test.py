@@ -21,6 +21,7 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from logitd.lm_eval import LogitdLM
+    from tiny_models import tiny
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
@@ -73,24 +74,6 @@ def tokenizer():
     )
 
 
-def tiny(vocab):
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.4,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
 def requests(kind, *arguments):
     return [Instance(request_type=kind, doc={}, arguments=args, idx=i) for i, args in enumerate(arguments)]
 
@@ -102,7 +85,7 @@ class LmEvalTest(ServerTestCase):
         cls.addClassCleanup(root.cleanup)
         cls.root = pathlib.Path(root.name)
         cls.tokenizer = tokenizer()
-        cls.model = tiny(len(cls.tokenizer))
+        cls.model = tiny(vocab_size=len(cls.tokenizer), max_position_embeddings=MAX_LENGTH, eos_token_id=2)
         cls.folder = str(cls.root / "model")
         cls.model.save_pretrained(cls.folder)
         cls.tokenizer.save_pretrained(cls.folder)

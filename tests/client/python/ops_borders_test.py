@@ -1,5 +1,8 @@
 """logitd.ops at its borders: no rows, modes of torch, second derivatives, and tensors that an op cannot serve."""
 
+import os
+import subprocess
+import sys
 import unittest
 
 from ops_harness import DEVICES, OpsTestCase, ops, torch
@@ -183,6 +186,22 @@ class LayoutsTest(OpsTestCase):
         made = [of.data_ptr() for of in loss.grad_fn.gradients[:2]]
         loss.backward()
         self.assertEqual([hidden.grad.data_ptr(), weight.grad.data_ptr()], made)
+
+
+class LibraryTest(unittest.TestCase):
+    def test_a_library_that_is_not_there_or_another_one_is_an_import_error(self):
+        for path, text in (
+            ("/nowhere/liblogitd.so", "got no /nowhere/liblogitd.so"),
+            ("libc.so.6", "logitd_abi_version"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-c", "import logitd.ops"],
+                env={**os.environ, "LOGITD_LIBRARY": path},
+                capture_output=True,
+                text=True,
+            )
+            self.assertEqual(done.returncode, 1)
+            self.assertRegex(done.stderr.splitlines()[-1], f"^ImportError: .*{text}")
 
 
 class ArgumentsTest(OpsTestCase):

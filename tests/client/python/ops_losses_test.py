@@ -4,6 +4,7 @@ import itertools
 import unittest
 
 from ops_harness import DEVICES, DTYPES, TOLERANCE, OpsTestCase, double, ops, torch
+from torch import library
 
 from logitd.errors import FailedPrecondition, InvalidArgument
 
@@ -250,11 +251,9 @@ class TorchTest(OpsTestCase):
         rows, weight = torch.randn(4, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
         target, options = torch.tensor([1, 2, 3, 4]), (-100, 1.0, 0.0, 0.0, 0.0, 1.0, 0, 0, 0)
         which = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(
-            torch.ops.logitd.loss_rows.default, (rows, weight, None, target, *options), test_utils=which
-        )
+        library.opcheck(torch.ops.logitd.loss_rows.default, (rows, weight, None, target, *options), test_utils=which)
         arguments = (rows, weight, None, target, *options, 2, True, True, False)
-        torch.library.opcheck(torch.ops.logitd.loss_reduced.default, arguments, test_utils=which)
+        library.opcheck(torch.ops.logitd.loss_reduced.default, arguments, test_utils=which)
 
     def test_other_peer(self):
         if not hasattr(F, "linear_cross_entropy"):

@@ -49,6 +49,10 @@ def rank_main(rank, folder, backend):
         refused = "nothing"
     except ValueError as error:
         refused = str(error)
+    try:  # the second rank has no tokens: both say so
+        ops.linear_cross_entropy(hidden, weight[: 5 * (1 - rank)], target, group=dist.group.WORLD)
+    except ValueError as error:
+        refused += str(error)
     torch.save((answers, refused), f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -81,6 +85,8 @@ class ParallelTest(OpsTestCase):
                 self.assertTrue(torch.equal(mine, other))
         self.assertIn("target: got", ranks[0][1])
         self.assertIn(f"allowed 0..{sum(SIZES) - 1}", ranks[0][1])
+        for _, refused in ranks:
+            self.assertIn("weight: got 0 rows on rank 1", refused)
 
     def reference(self, hidden, weight, bias, target, reduction="mean", smoothing="torch", **rest):
         logits = hidden @ weight.T + bias

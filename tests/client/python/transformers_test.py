@@ -17,28 +17,11 @@ try:
     import transformers
     from logitd._generation import BY_PROCESSOR, FIELDS
     from logitd.transformers import Sampler, generate
+    from tiny_models import tiny
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
 
 SAMPLING = dict(temperature=0.9, top_k=40, top_p=0.95)
-
-
-def tiny(kind=transformers.LlamaConfig, **more):
-    torch.manual_seed(3)
-    config = kind(
-        vocab_size=311,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.4,
-        **more,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def config_of(**fields):

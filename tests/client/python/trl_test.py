@@ -15,29 +15,13 @@ try:
     import transformers
     from datasets import Dataset
     from logitd.trl import Teacher
+    from tiny_models import tiny
     from tokenizers import Tokenizer, models, pre_tokenizers
     from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 except ImportError as missing:
     raise unittest.SkipTest(f"{missing.name} is not installed") from None
 
 VOCAB = 211
-
-
-def tiny(seed):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.4,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def expected(model, tokens, temperature):
@@ -71,7 +55,7 @@ class TeacherTest(ServerTestCase):
         super().setUpClass()
         cls.root = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.root.cleanup)
-        cls.model = tiny(5)
+        cls.model = tiny(seed=5, vocab_size=VOCAB, eos_token_id=2)
         write_head(os.path.join(cls.root.name, "head"), cls.model.lm_head.weight.detach().numpy())
         cls.heads = RunningServer(f"--head=teacher={cls.root.name}/head")
         cls.addClassCleanup(cls.heads.stop)
@@ -121,7 +105,7 @@ class TeacherTest(ServerTestCase):
             with self.refused(logitd.NotFound, "no head"):
                 Teacher(self.model, client, head="other").get_sequence_logprobs([[3, 4]], [1])
             with self.refused(logitd.InvalidArgument, "model: got one in training mode"):
-                Teacher(tiny(5).train(), client)
+                Teacher(tiny(seed=5, vocab_size=VOCAB, eos_token_id=2).train(), client)
 
     def losses_of(self, teacher):
         """Of some steps of TRL's trainer, from the same student and the same prompts."""
@@ -154,7 +138,7 @@ class TeacherTest(ServerTestCase):
         )
         with mock.patch("trl.generation.vllm_client.VLLMClient", lambda **_: teacher):
             trainer = ServerDistillationTrainer(
-                model=tiny(6).train(),
+                model=tiny(seed=6, vocab_size=VOCAB, eos_token_id=2).train(),
                 args=config,
                 train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in prompts]),
                 processing_class=tokenizer,

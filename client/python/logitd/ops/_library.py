@@ -26,13 +26,13 @@ def _find() -> ctypes.CDLL:
     path = named or (str(own) if own.exists() else NAME)
     try:
         library = ctypes.CDLL(path)
-    except OSError as error:
+        version = library.logitd_abi_version()
+    except (OSError, AttributeError) as error:
         raise ImportError(
             f"logitd.ops: got no {path} ({error}), allowed the library in this package (pip builds it where a C++ "
             "compiler, Abseil and Highway are installed), the system's (Debian package logitd), or the path in "
             "LOGITD_LIBRARY"
         ) from error
-    version = library.logitd_abi_version()
     if version != _structs.ABI_VERSION:
         raise ImportError(f"logitd.ops: got version {version} in {path}, allowed {_structs.ABI_VERSION}")
     return library

@@ -1,8 +1,8 @@
 """The gradients of losses: torch's ops in the namespace `logitd`, and what eager calls use in their place.
 
 Two ops have gradients. loss_rows answers for every row, and its backward makes the logits again. loss_reduced gives one
-loss, and makes its gradients in the same call: its backward only scales them. Eager calls skip torch's dispatcher, which
-takes 20 us; torch.compile, fake tensors and tensor subclasses go through it.
+loss, and makes its gradients in the same call: its backward only scales them. Eager calls skip torch's dispatcher;
+torch.compile, fake tensors and tensor subclasses go through it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any, Tuple
 
 import torch
+from torch import library
 
 from logitd.errors import FailedPrecondition
 from logitd.ops import _losses
 from logitd.ops._losses import Options
-from logitd.ops._tensors import new_matrix
+from logitd.ops._tensors import gradients_of, or_empty
 
 _INPUT = "Tensor rows, Tensor? weight, Tensor? bias, Tensor target"
 _OPTIONS = (
@@ -24,7 +25,7 @@ _OPTIONS = (
 _WANTS = "bool want_rows, bool want_weight, bool want_bias"
 _N_OPTIONS = len(Options._fields)
 
-LIBRARY = torch.library.Library("logitd", "FRAGMENT")
+LIBRARY = library.Library("logitd", "FRAGMENT")
 LIBRARY.define(f"loss_rows({_INPUT}, {_OPTIONS}) -> Tensor")
 LIBRARY.define(
     f"loss_gradients({_INPUT}, Tensor logsumexp, Tensor upstream, {_OPTIONS}, {_WANTS}) -> (Tensor, Tensor, Tensor)"
@@ -34,21 +35,15 @@ LIBRARY.define(
 )
 
 
-def _some(rows: torch.Tensor, gradients: Any) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients as torch's ops return them: empty where they are not wanted."""
-    first, second, third = (rows.new_empty(0) if of is None else of for of in gradients)
-    return first, second, third
-
-
 def _loss_rows(rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, *options: Any) -> torch.Tensor:
     return _losses.forward(rows, weight, bias, target, Options(*options))[0]
 
 
 def _loss_gradients(
     rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, logsumexp: Any, upstream: Any, *rest: Any
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, ...]:
     options, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:]
-    return _some(rows, _losses.backward(rows, weight, bias, target, logsumexp, upstream, options, wants))
+    return or_empty(rows, _losses.backward(rows, weight, bias, target, logsumexp, upstream, options, wants))
 
 
 def _loss_reduced(
@@ -56,7 +51,7 @@ def _loss_reduced(
 ) -> Tuple[torch.Tensor, ...]:
     options, reduction, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS], rest[_N_OPTIONS + 1 :]
     answers, total, gradients = _losses.training(rows, weight, bias, target, options, reduction, (True, *wants[1:]))
-    return (total, answers, *_some(rows, gradients))
+    return (total, answers, *or_empty(rows, gradients))
 
 
 for _device in ("CPU", "CUDA"):
@@ -65,30 +60,22 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("loss_reduced", _loss_reduced, _device)
 
 
-def _fake_gradients(rows: torch.Tensor, weight: Any, options: Options, wants: Any) -> Any:
-    part = torch.float32 if options.vocab > 0 else None
-    return (
-        new_matrix(rows, *rows.shape, dtype=part) if wants[0] else rows.new_empty(0),
-        new_matrix(weight, *weight.shape) if wants[1] else rows.new_empty(0),
-        rows.new_empty(weight.shape[0], dtype=torch.float32) if wants[2] else rows.new_empty(0),
-    )
-
-
-@torch.library.register_fake("logitd::loss_rows", lib=LIBRARY)
+@library.register_fake("logitd::loss_rows", lib=LIBRARY)
 def _(rows: Any, weight: Any, bias: Any, target: Any, *options: Any) -> Any:
     return rows.new_empty((3, rows.shape[0]), dtype=torch.float32)
 
 
-@torch.library.register_fake("logitd::loss_gradients", lib=LIBRARY)
+@library.register_fake("logitd::loss_gradients", lib=LIBRARY)
 def _(rows: Any, weight: Any, bias: Any, target: Any, logsumexp: Any, upstream: Any, *rest: Any) -> Any:
-    return _fake_gradients(rows, weight, Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:])
+    options, wants = Options(*rest[:_N_OPTIONS]), rest[_N_OPTIONS:]
+    return or_empty(rows, gradients_of(rows, weight, wants, options.dtype_of_part))
 
 
-@torch.library.register_fake("logitd::loss_reduced", lib=LIBRARY)
+@library.register_fake("logitd::loss_reduced", lib=LIBRARY)
 def _(rows: Any, weight: Any, bias: Any, target: Any, *rest: Any) -> Any:
-    options, wants = Options(*rest[:_N_OPTIONS]), (True, *rest[_N_OPTIONS + 2 :])
     answers = rows.new_empty((3, rows.shape[0]), dtype=torch.float32)
-    return (answers.new_empty(()), answers, *_fake_gradients(rows, weight, options, wants))
+    gradients = gradients_of(rows, weight, (True, *rest[_N_OPTIONS + 2 :]))
+    return (answers.new_empty(()), answers, *or_empty(rows, gradients))
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
@@ -106,18 +93,22 @@ def _rows_backward(ctx: Any, upstream: torch.Tensor) -> Any:
     return (*given, *[None] * (1 + _N_OPTIONS))
 
 
-def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
+def keep_gradients(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keeps the gradients of an op that returns a loss, an answer for every row, and gradients."""
     ctx.save_for_backward(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    """Gradients of the recorded op: out of place, because its recorder may run it again."""
-    given = (
+def scaled(ctx: Any, upstream: Any) -> Any:
+    """The kept gradients times the loss's own: out of place, because who records the op may run it again."""
+    return [
         gradient * upstream if wanted and upstream is not None else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)
-    )
-    return (*given, *[None] * (1 + _N_OPTIONS + 4))
+    ]
+
+
+def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
+    return (*scaled(ctx, upstream), *[None] * (1 + _N_OPTIONS + 4))
 
 
 def scaled_once(ctx: Any, upstream: torch.Tensor) -> Any:
@@ -134,8 +125,8 @@ def scaled_once(ctx: Any, upstream: torch.Tensor) -> Any:
     return gradients
 
 
-torch.library.register_autograd("logitd::loss_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
-torch.library.register_autograd("logitd::loss_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY)
+library.register_autograd("logitd::loss_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
+library.register_autograd("logitd::loss_reduced", _reduced_backward, setup_context=keep_gradients, lib=LIBRARY)
 
 
 def only_once(backward: Any) -> Any:

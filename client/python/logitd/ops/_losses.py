@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 
 from logitd.ops import _library, _structs
-from logitd.ops._tensors import aligned, head_of, new_matrix, view
+from logitd.ops._tensors import aligned, gradients_of, head_of, pointer, view
 
 REDUCTIONS = ("none", "sum", "mean")  # as the library numbers them
 SMOOTHINGS = ("torch", "megatron")  # likewise
@@ -41,6 +41,11 @@ class Options(NamedTuple):
     smoothing: int
     first_token: int = 0  # of a shard
     vocab: int = 0  # of all shards; 0: the weight is whole
+
+    @property
+    def dtype_of_part(self) -> Optional[torch.dtype]:
+        """Of the rows' gradient, which is a part of a sum where the weight is a shard; None: the rows' own."""
+        return torch.float32 if self.vocab > 0 else None
 
 
 def _input(op: Any, rows: torch.Tensor, weight: Any, bias: Any, target: torch.Tensor, options: Options) -> Any:
@@ -104,19 +109,15 @@ def forward(
     return answers, total
 
 
-def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Tuple[bool, bool, bool], part: bool) -> Any:
-    """Tensors for the gradients that are wanted, of the input, the weight and the bias."""
-    d_input = d_weight = d_bias = None
-    if wants[0]:
-        d_input = new_matrix(rows, *rows.shape, dtype=torch.float32 if part else None)
+def _gradients(op: Any, rows: torch.Tensor, weight: Any, wants: Any, dtype: Optional[torch.dtype] = None) -> Any:
+    """Memory for the gradients that are wanted, which the op gets."""
+    d_input, d_weight, d_bias = gradients = gradients_of(rows, weight, wants, dtype)
+    if d_input is not None:
         op.d_input = view(d_input)
-    if wants[1]:
-        d_weight = new_matrix(weight, *weight.shape)
+    if d_weight is not None:
         op.d_weight = view(d_weight)
-    if wants[2]:
-        d_bias = torch.empty(weight.shape[0], dtype=torch.float32, device=rows.device)
-        op.d_bias = d_bias.data_ptr()
-    return d_input, d_weight, d_bias
+    op.d_bias = pointer(d_bias)
+    return gradients
 
 
 def training(
@@ -126,7 +127,7 @@ def training(
     op = _structs.CrossEntropyTraining()
     kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
     answers, total = _answers(op, rows, reduction)
-    gradients = _gradients(op, rows, weight, wants, part=False)
+    gradients = _gradients(op, rows, weight, wants)
     status = _status(op, rows, rows.shape[0])
     _library.run("cross_entropy_training", op, rows, rows.shape[0], gradients)
     _raise_refused(status, target)
@@ -148,14 +149,9 @@ def backward(
     kept = _input(op, rows, weight, bias, target, options)  # noqa: F841
     op.logsumexp = logsumexp.data_ptr()
     op.upstream = upstream.data_ptr()
-    gradients = _gradients(op, rows, weight, wants, part=options.vocab > 0)
+    gradients = _gradients(op, rows, weight, wants, options.dtype_of_part)
     _library.run("cross_entropy_backward", op, rows, rows.shape[0], gradients)
     return gradients
-
-
-def ones(rows: torch.Tensor) -> torch.Tensor:
-    """float32 [rows] of 1. None is kept: it would belong to the first call's stream, graph or inference mode."""
-    return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
 
 
 def reduced(losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int) -> torch.Tensor:

@@ -30,6 +30,10 @@ def _place_of(group: Any, tokens: int, like: torch.Tensor) -> Tuple[int, int]:
         sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, mine, group=group)
         counts = [int(size) for size in sizes]
+        if min(counts) < 1:  # all ranks know, and raise: else those with tokens would wait for the others
+            raise InvalidArgument(
+                f"weight: got 0 rows on rank {counts.index(0)} of the group, allowed 1 or more on each"
+            )
         places[tokens] = sum(counts[: dist.get_rank(group)]), sum(counts)
     return places[tokens]
 

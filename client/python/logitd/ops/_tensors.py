@@ -68,6 +68,20 @@ def new_matrix(like: torch.Tensor, rows: int, cols: int, *, dtype: Optional[torc
     return memory if stride == cols else memory[:, :cols]
 
 
+def gradients_of(rows: torch.Tensor, weight: Any, wants: Sequence[bool], dtype: Optional[torch.dtype] = None) -> Any:
+    """Memory for gradients of rows, weight and bias, or None where one is not wanted. dtype: of that of the rows."""
+    return (
+        new_matrix(rows, *rows.shape, dtype=dtype) if wants[0] else None,
+        new_matrix(weight, *weight.shape) if wants[1] else None,
+        torch.empty(weight.shape[0], dtype=torch.float32, device=rows.device) if wants[2] else None,
+    )
+
+
+def or_empty(rows: torch.Tensor, gradients: Any) -> Tuple[torch.Tensor, ...]:
+    """Gradients as torch's ops return them: empty where they are not wanted."""
+    return tuple(rows.new_empty(0) if of is None else of for of in gradients)
+
+
 def view(tensor: torch.Tensor) -> _structs.Tensor:
     """A matrix of rows_of or new_matrix, as the library sees it."""
     rows, cols = tensor.shape

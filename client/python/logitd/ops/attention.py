@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 import torch
+from torch import library
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
@@ -98,14 +99,14 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("attention_softmax_gradients", _attention_softmax_gradients, _device)
 
 
-@torch.library.register_fake("logitd::attention_softmax", lib=LIBRARY)
+@library.register_fake("logitd::attention_softmax", lib=LIBRARY)
 def _(scores: Any, mask: Any, sinks: Any, scale: float, left: int, right: int, wide: bool) -> Any:
     count = scores.shape[0] * scores.shape[1] * scores.shape[2] if sinks is not None else 0
     probs = scores.new_empty(scores.shape, dtype=torch.float32 if wide else scores.dtype)
     return probs, scores.new_empty(count, dtype=torch.float32)
 
 
-@torch.library.register_fake("logitd::attention_softmax_gradients", lib=LIBRARY)
+@library.register_fake("logitd::attention_softmax_gradients", lib=LIBRARY)
 def _(probs: Any, d_probs: Any, sinks: Any, logsumexp: Any, scale: float, left: int, right: int, dtype: Any) -> Any:
     d_sinks = probs.new_empty(0 if sinks is None else sinks.shape[0], dtype=torch.float32)
     return probs.new_empty(probs.shape, dtype=dtype), d_sinks
@@ -132,7 +133,7 @@ def _backward(ctx: Any, d_probs: torch.Tensor, _: Any) -> Any:
     )
 
 
-torch.library.register_autograd("logitd::attention_softmax", _backward, setup_context=_keep, lib=LIBRARY)
+library.register_autograd("logitd::attention_softmax", _backward, setup_context=_keep, lib=LIBRARY)
 
 
 class _Softmax(torch.autograd.Function):

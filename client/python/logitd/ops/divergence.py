@@ -5,14 +5,14 @@ The library's op is kernels/divergence_training.h of the source: definitions, ac
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional
 
 import torch
+from torch import library
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
-from logitd.ops._loss_autograd import LIBRARY, is_plain, only_once, scaled_once
-from logitd.ops._losses import ones
+from logitd.ops._loss_autograd import LIBRARY, is_plain, keep_gradients, only_once, scaled, scaled_once
 from logitd.ops._tensors import (
     Parameter,
     aligned,
@@ -21,9 +21,10 @@ from logitd.ops._tensors import (
     check_shape,
     check_tensor,
     dtype_of,
+    gradients_of,
     head_of,
-    new_matrix,
     number,
+    or_empty,
     pointer,
     rows_of,
     scalar,
@@ -67,7 +68,7 @@ def _run(
     kind: int,
     wants: Any,
 ) -> Any:
-    """float32 [rows] of losses, and the gradients of sum(upstream * loss) that are wanted, or empty tensors."""
+    """float32 [rows] of losses, and the gradients of sum(upstream * loss) that are wanted, or None."""
     of = _Numbers(*numbers)
     op = _structs.DivergenceTraining()
     rows, weight, reference, reference_weight = map(aligned, (rows, weight, reference, reference_weight))
@@ -80,25 +81,21 @@ def _run(
     op.upstream = upstream.data_ptr()
     loss = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
     op.loss = loss.data_ptr()
-    d_rows, d_weight, d_bias = (rows.new_empty(0) for _ in range(3))
-    if wants[0]:
-        d_rows = new_matrix(rows, *rows.shape)
+    d_rows, d_weight, d_bias = gradients = gradients_of(rows, weight, wants)
+    if d_rows is not None:
         op.d_hidden = view(d_rows)
-    if wants[1]:
-        d_weight = new_matrix(weight, *weight.shape)
+    if d_weight is not None:
         op.d_weight = view(d_weight)
-    if wants[2]:
-        d_bias = torch.empty(weight.shape[0], dtype=torch.float32, device=rows.device)
-        op.d_bias = d_bias.data_ptr()
+    op.d_bias = pointer(d_bias)
     status = None
     if _library.wants_status(rows):
         status = torch.zeros((rows.shape[0], 2), dtype=torch.int32, device=rows.device)
         op.status = status.data_ptr()
-    _library.run("divergence_training", op, rows, rows.shape[0], (d_rows, d_weight, d_bias))
+    _library.run("divergence_training", op, rows, rows.shape[0], gradients)
     if status is not None:
         values = {"temperature": temperatures, "reference_temperature": reference_temperatures}
         _library.raise_refused(status, ("temperature", "reference_temperature"), values, _ALLOWED)
-    return loss, (d_rows, d_weight, d_bias)
+    return loss, gradients
 
 
 def _sum(loss: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -108,7 +105,7 @@ def _sum(loss: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _divergence_reduced(*inputs: Any) -> Any:
     loss, gradients = _run(*inputs)
-    return (_sum(loss, inputs[6]), loss, *gradients)
+    return (_sum(loss, inputs[6]), loss, *or_empty(inputs[0], gradients))
 
 
 def _divergence_rows(*inputs: Any) -> torch.Tensor:
@@ -116,7 +113,7 @@ def _divergence_rows(*inputs: Any) -> torch.Tensor:
 
 
 def _divergence_gradients(*inputs: Any) -> Any:
-    return _run(*inputs)[1]
+    return or_empty(inputs[0], _run(*inputs)[1])
 
 
 for _device in ("CPU", "CUDA"):
@@ -125,41 +122,24 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("divergence_gradients", _divergence_gradients, _device)
 
 
-def _fake_gradients(rows: Any, weight: Any, wants: Any) -> Tuple[Any, Any, Any]:
-    return (
-        new_matrix(rows, *rows.shape) if wants[0] else rows.new_empty(0),
-        new_matrix(weight, *weight.shape) if wants[1] else rows.new_empty(0),
-        rows.new_empty(weight.shape[0], dtype=torch.float32) if wants[2] else rows.new_empty(0),
-    )
-
-
-@torch.library.register_fake("logitd::divergence_reduced", lib=LIBRARY)
+@library.register_fake("logitd::divergence_reduced", lib=LIBRARY)
 def _(rows: Any, weight: Any, *rest: Any) -> Any:
     loss = rows.new_empty(rows.shape[0], dtype=torch.float32)
-    return (loss.new_empty(()), loss, *_fake_gradients(rows, weight, rest[-1]))
+    return (loss.new_empty(()), loss, *or_empty(rows, gradients_of(rows, weight, rest[-1])))
 
 
-@torch.library.register_fake("logitd::divergence_rows", lib=LIBRARY)
+@library.register_fake("logitd::divergence_rows", lib=LIBRARY)
 def _(rows: Any, *rest: Any) -> Any:
     return rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
-@torch.library.register_fake("logitd::divergence_gradients", lib=LIBRARY)
+@library.register_fake("logitd::divergence_gradients", lib=LIBRARY)
 def _(rows: Any, weight: Any, *rest: Any) -> Any:
-    return _fake_gradients(rows, weight, rest[-1])
-
-
-def _keep_reduced(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output[2:])
-    ctx.set_materialize_grads(False)
+    return or_empty(rows, gradients_of(rows, weight, rest[-1]))
 
 
 def _reduced_backward(ctx: Any, upstream: Any, *_: Any) -> Any:
-    given = (
-        gradient * upstream if wanted and upstream is not None else None
-        for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad)
-    )
-    return (*given, *[None] * 9)
+    return (*scaled(ctx, upstream), *[None] * 9)
 
 
 def _keep_rows(ctx: Any, inputs: Any, output: Any) -> None:
@@ -177,17 +157,14 @@ def _rows_backward(ctx: Any, upstream: torch.Tensor) -> Any:
     return (*(gradient if wanted else None for gradient, wanted in zip(gradients, wants)), *[None] * 8)
 
 
-torch.library.register_autograd(
-    "logitd::divergence_reduced", _reduced_backward, setup_context=_keep_reduced, lib=LIBRARY
-)
-torch.library.register_autograd("logitd::divergence_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
+library.register_autograd("logitd::divergence_reduced", _reduced_backward, setup_context=keep_gradients, lib=LIBRARY)
+library.register_autograd("logitd::divergence_rows", _rows_backward, setup_context=_keep_rows, lib=LIBRARY)
 
 
 class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        loss, gradients = _run(*(*inputs, ctx.needs_input_grad[:3]))
-        ctx.gradients = [of if wanted else None for of, wanted in zip(gradients, ctx.needs_input_grad)]
+        loss, ctx.gradients = _run(*(*inputs, ctx.needs_input_grad[:3]))
         return _sum(loss, inputs[6])
 
     @staticmethod
@@ -281,8 +258,9 @@ def linear_divergence(
         "beta": beta,
     }
     numbers = [of, of_reference, *(scalar(name, value) for name, value in options.items())]
-    weights = ones(rows)
-    if mask is not None:
+    if mask is None:  # none is kept: it would belong to the first call's stream, graph or inference mode
+        weights = torch.ones(count, dtype=torch.float32, device=rows.device)
+    else:
         check_shape("mask", check_tensor("mask", mask), shape, "hidden's leading dimensions")
         weights = mask.reshape(-1).to(device=rows.device, dtype=torch.float32).contiguous()
     if reduction == "mean":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
+from torch import library
 
 from logitd.errors import InvalidArgument
 from logitd.ops import _library, _structs
@@ -285,7 +286,7 @@ for _device in ("CPU", "CUDA"):
     LIBRARY.impl("sample", _sample, _device)
 
 
-@torch.library.register_fake("logitd::softmax_topk", lib=LIBRARY)
+@library.register_fake("logitd::softmax_topk", lib=LIBRARY)
 def _(rows: Any, weight: Any, bias: Any, scale: Any, softcap: Any, each: Any, temperature: Any, k: int) -> Any:
     shape = (rows.shape[0], k)
     return (
@@ -295,7 +296,7 @@ def _(rows: Any, weight: Any, bias: Any, scale: Any, softcap: Any, each: Any, te
     )
 
 
-@torch.library.register_fake("logitd::sample", lib=LIBRARY)
+@library.register_fake("logitd::sample", lib=LIBRARY)
 def _(rows: Any, *rest: Any) -> Any:
     counts, extra = rest[7], rest[-1]
     width = 0 if extra is None else extra.shape[1]
